@@ -1,0 +1,49 @@
+"""Every exception that fxpipe raises on purpose.
+
+All of them are children of `FxpipeError`. Some are also children of the builtin
+exception that users of other packages already catch (`ValueError`,
+`RuntimeError`), so that changing an import does not change an `except`.
+"""
+
+__all__ = [
+    "FxpipeError",
+    "InputError",
+    "PipeliningShapeError",
+    "PlanError",
+    "RemoteStageError",
+    "ScheduleError",
+    "SplitError",
+    "TraceError",
+]
+
+
+class FxpipeError(Exception):
+    """Something fxpipe was asked to do cannot be done; the message says why."""
+
+
+class ScheduleError(FxpipeError, ValueError):
+    """A schedule is unknown, malformed, or not defined for the numbers given."""
+
+
+class TraceError(FxpipeError, RuntimeError):
+    """The model cannot be captured as a graph where a graph is needed."""
+
+
+class SplitError(FxpipeError, ValueError):
+    """The requested split does not fit the model."""
+
+
+class PipeliningShapeError(FxpipeError, RuntimeError):
+    """Tensors that meet at a stage boundary do not fit together."""
+
+
+class InputError(FxpipeError, ValueError):
+    """The inputs of a step cannot be used: missing, misnamed, or not splittable."""
+
+
+class PlanError(FxpipeError, ValueError):
+    """No plan satisfies the request, for example because memory is short."""
+
+
+class RemoteStageError(FxpipeError, RuntimeError):
+    """Another rank failed; carries where, and the original message."""

@@ -1,0 +1,264 @@
+"""Name every unit of work and every value that it reads or writes.
+
+An `Action` is what one rank does once: compute a stage on a microbatch, move a
+value, or handle a stage's parameters. A `Value` is what actions hand to each
+other. `reads` and `writes` are the one table of dependencies in fxpipe: the
+validator, the lowering, the simulator and the executor all ask it, and nothing
+else may know that, say, a backward needs the gradient of the next stage.
+
+Stages form a graph of `Edge`s, by default a chain. An edge that `has_gradient`
+returns one in the backward; an edge of integers or of frozen work does not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fxpipe.errors import ScheduleError
+
+__all__ = ["Action", "Edge", "Edges", "Kind", "Value", "ValueKind", "reads", "writes"]
+
+
+class Kind(enum.IntEnum):
+    """What an action does. The text form of an action uses `Kind.text`."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    SEND_ACTIVATION = 4
+    RECV_ACTIVATION = 5
+    SEND_GRADIENT = 6
+    RECV_GRADIENT = 7
+    UNSHARD = 8
+    RESHARD = 9
+    REDUCE_GRAD = 10
+    OVERLAP = 11
+
+    @property
+    def text(self) -> str:
+        return _TEXT[self]
+
+    @property
+    def is_compute(self) -> bool:
+        return self <= Kind.BACKWARD_WEIGHT
+
+    @property
+    def is_transfer(self) -> bool:
+        return Kind.SEND_ACTIVATION <= self <= Kind.RECV_GRADIENT
+
+    @property
+    def is_send(self) -> bool:
+        return self is Kind.SEND_ACTIVATION or self is Kind.SEND_GRADIENT
+
+    @property
+    def is_recv(self) -> bool:
+        return self is Kind.RECV_ACTIVATION or self is Kind.RECV_GRADIENT
+
+
+_TEXT = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHT: "W",
+    Kind.SEND_ACTIVATION: "SEND_F",
+    Kind.RECV_ACTIVATION: "RECV_F",
+    Kind.SEND_GRADIENT: "SEND_B",
+    Kind.RECV_GRADIENT: "RECV_B",
+    Kind.UNSHARD: "UNSHARD",
+    Kind.RESHARD: "RESHARD",
+    Kind.REDUCE_GRAD: "REDUCE_GRAD",
+    Kind.OVERLAP: "OVERLAP_F_B",
+}
+
+# The neighbour at the other end of a transfer, as a step from its own stage.
+_NEIGHBOUR = {
+    Kind.SEND_ACTIVATION: 1,
+    Kind.RECV_ACTIVATION: -1,
+    Kind.SEND_GRADIENT: -1,
+    Kind.RECV_GRADIENT: 1,
+}
+
+
+class Action(NamedTuple):
+    """One unit of work of one rank.
+
+    `peer` is the stage at the other end of a transfer. `parts` is set for
+    OVERLAP only: a pair of compute actions that may run at the same time; its
+    own stage and microbatch are those of the first part.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    peer: int | None = None
+    parts: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.kind is Kind.OVERLAP:
+            return f"({';'.join(map(str, self.parts))}){self.kind.text}"
+        text = f"{self.stage}{self.kind.text}"
+        if self.microbatch is not None:
+            text += str(self.microbatch)
+        if self.kind.is_transfer and self.peer != self.stage + _NEIGHBOUR[self.kind]:
+            text += f"{'>' if self.kind.is_send else '<'}{self.peer}"
+        return text
+
+
+class ValueKind(enum.IntEnum):
+    """What a value is."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+    RESIDUAL = 2
+    DEFERRED = 3
+    WEIGHT_GRAD = 4
+
+
+class Value(NamedTuple):
+    """What actions hand to each other.
+
+    For an activation `stage -> peer` follows the edge; for a gradient it runs
+    against it. Residual, deferred weight work and weight gradient stay on their
+    stage: `peer` equals `stage`.
+    """
+
+    kind: ValueKind
+    stage: int
+    peer: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        name = self.kind.name.lower()
+        where = str(self.stage) if self.stage == self.peer else f"{self.stage}->{self.peer}"
+        return f"{name}({where}, microbatch {self.microbatch})"
+
+
+class Edge(NamedTuple):
+    """Stage `source` feeds stage `target`; the way back exists if `has_gradient`."""
+
+    source: int
+    target: int
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The graph of stages: who feeds whom. Edges always run to a later stage.
+
+    `backward[s]` says whether stage `s` has a backward that yields a gradient
+    for the stages before it; it follows from the edges.
+    """
+
+    num_stages: int
+    edges: tuple[Edge, ...]
+    _into: tuple[tuple[Edge, ...], ...] = field(init=False, repr=False, compare=False)
+    _out_of: tuple[tuple[Edge, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        into: list[list[Edge]] = [[] for _ in range(self.num_stages)]
+        out_of: list[list[Edge]] = [[] for _ in range(self.num_stages)]
+        seen: set[tuple[int, int]] = set()
+        for edge in self.edges:
+            source, target, _ = edge
+            if not 0 <= source < target < self.num_stages:
+                raise ScheduleError(
+                    f"edge {source} -> {target} does not run from a stage to a later one "
+                    f"among the {self.num_stages} stages"
+                )
+            if (source, target) in seen:
+                raise ScheduleError(f"edge {source} -> {target} is listed twice")
+            seen.add((source, target))
+            into[target].append(edge)
+            out_of[source].append(edge)
+        object.__setattr__(self, "_into", tuple(tuple(sorted(e)) for e in into))
+        object.__setattr__(self, "_out_of", tuple(tuple(sorted(e)) for e in out_of))
+
+    @staticmethod
+    def chain(num_stages: int) -> Edges:
+        """Each stage feeds the next one."""
+        return Edges(num_stages, tuple(Edge(s, s + 1) for s in range(num_stages - 1)))
+
+    @staticmethod
+    def of(num_stages: int, edges: Iterable[tuple[int, int] | Edge]) -> Edges:
+        """Edges from pairs `(source, target)` or `Edge`s."""
+        return Edges(num_stages, tuple(sorted(Edge(*edge) for edge in edges)))
+
+    def into(self, stage: int) -> tuple[Edge, ...]:
+        return self._into[stage]
+
+    def out_of(self, stage: int) -> tuple[Edge, ...]:
+        return self._out_of[stage]
+
+
+def reads(action: Action, edges: Edges) -> tuple[Value, ...]:
+    """The values that must exist on the rank before the action runs."""
+    kind, stage, microbatch, peer, parts = action
+    if kind is Kind.OVERLAP:
+        made = {value for part in parts for value in writes(part, edges)}
+        return tuple(v for part in parts for v in reads(part, edges) if v not in made)
+    if microbatch is None:
+        return ()
+    if kind is Kind.FORWARD:
+        return tuple(
+            Value(ValueKind.ACTIVATION, e.source, stage, microbatch) for e in edges.into(stage)
+        )
+    if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+        return (
+            *(
+                Value(ValueKind.GRADIENT, e.target, stage, microbatch)
+                for e in edges.out_of(stage)
+                if e.has_gradient
+            ),
+            Value(ValueKind.RESIDUAL, stage, stage, microbatch),
+        )
+    if kind is Kind.BACKWARD_WEIGHT:
+        return (Value(ValueKind.DEFERRED, stage, stage, microbatch),)
+    if kind.is_send:
+        assert peer is not None
+        return (Value(_CARRIED[kind], stage, peer, microbatch),)
+    return ()
+
+
+def writes(action: Action, edges: Edges) -> tuple[Value, ...]:
+    """The values that exist on the rank once the action has run."""
+    kind, stage, microbatch, peer, parts = action
+    if kind is Kind.OVERLAP:
+        return tuple(value for part in parts for value in writes(part, edges))
+    if microbatch is None:
+        return ()
+    if kind is Kind.FORWARD:
+        return (
+            *(
+                Value(ValueKind.ACTIVATION, stage, e.target, microbatch)
+                for e in edges.out_of(stage)
+            ),
+            Value(ValueKind.RESIDUAL, stage, stage, microbatch),
+        )
+    if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+        last = ValueKind.WEIGHT_GRAD if kind is Kind.BACKWARD else ValueKind.DEFERRED
+        return (
+            *(
+                Value(ValueKind.GRADIENT, stage, e.source, microbatch)
+                for e in edges.into(stage)
+                if e.has_gradient
+            ),
+            Value(last, stage, stage, microbatch),
+        )
+    if kind is Kind.BACKWARD_WEIGHT:
+        return (Value(ValueKind.WEIGHT_GRAD, stage, stage, microbatch),)
+    if kind.is_recv:
+        assert peer is not None
+        return (Value(_CARRIED[kind], peer, stage, microbatch),)
+    return ()
+
+
+_CARRIED = {
+    Kind.SEND_ACTIVATION: ValueKind.ACTIVATION,
+    Kind.RECV_ACTIVATION: ValueKind.ACTIVATION,
+    Kind.SEND_GRADIENT: ValueKind.GRADIENT,
+    Kind.RECV_GRADIENT: ValueKind.GRADIENT,
+}

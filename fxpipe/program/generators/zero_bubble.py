@@ -1,0 +1,113 @@
+"""Zero-bubble schedules on a loop of ranks.
+
+A backward has two halves: the input gradient, for which the rank before waits,
+and the weight gradient, for which nobody does. These schedules run the first
+as early as 1F1B runs a backward, and use the second to fill the holes (Zero
+Bubble Pipeline Parallelism, schedules ZB-H1, ZB-H2 and the interleaved ZB1P).
+
+Idle shares below are for equal times of forward, input and weight gradient.
+"""
+
+from __future__ import annotations
+
+from fxpipe.program.action import Kind
+from fxpipe.program.generators.one_f_one_b import interleaved_order, round_sizes
+from fxpipe.program.generators.sizes import ANY, ONE, check_sizes
+from fxpipe.program.generators.slots import fill_weights
+from fxpipe.program.program import Placement, Program
+
+__all__ = ["interleaved_zero_bubble", "zb_h1", "zb_h2"]
+
+
+def zb_h1(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+    """1F1B with weight gradients in the holes, at the memory of 1F1B.
+
+    Three ranks, four microbatches:
+
+        rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+        rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+        rank 2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    With p ranks and m >= p microbatches, (p - 1) / (3 m + p - 1) of the time is
+    idle, a third of what 1F1B waits. Every rank holds at most p residuals.
+
+    Raises:
+        ScheduleError: not one stage per rank, or a count below one.
+    """
+    check_sizes("ZBH1", num_ranks, num_stages, num_microbatches, allowed=ONE)
+    return _one_period(num_ranks, num_stages, num_microbatches, "ZBH1")
+
+
+def interleaved_zero_bubble(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+    """Interleaved 1F1B with weight gradients in the holes (ZB1P).
+
+    Two ranks, four stages, two microbatches:
+
+        rank 0: 0F0 0F1 2F0 2F1 2I0 2W0 2I1 0I0 0I1 2W1 0W0 0W1
+        rank 1: 1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 3W0 3W1 1W0 1W1
+
+    With p ranks, m >= p microbatches and v stages per rank, (p - 1) / (3 m v + p - 1)
+    of the time is idle. When m is a multiple of p every rank holds at most p
+    microbatches of its layers; otherwise the rounds of microbatches are longer
+    than p (but shorter than 2 p), and so is what a rank holds for its stages but
+    one. With one stage per rank it is ZB-H1.
+
+    Raises:
+        ScheduleError: the stages do not spread evenly, or a count below one.
+    """
+    check_sizes("InterleavedZeroBubble", num_ranks, num_stages, num_microbatches, allowed=ANY)
+    return _one_period(num_ranks, num_stages, num_microbatches, "InterleavedZeroBubble")
+
+
+def zb_h2(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+    """No waiting between a rank's first and last action, at twice the memory.
+
+    Two ranks, four microbatches:
+
+        rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0I2 0W1 0W2 0I3 0W3
+        rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+
+    The warm-up is twice as long as that of ZB-H1: forwards fill the time in which
+    the first gradient comes back. With p ranks and m >= 2 p - 1 microbatches a
+    rank waits only for its first input; the last rank so ends p - 1 slots later
+    than the first. Every rank holds at most 2 p - 1 residuals.
+
+    Raises:
+        ScheduleError: not one stage per rank, or a count below one.
+    """
+    check_sizes("ZBH2", num_ranks, num_stages, num_microbatches, allowed=ONE)
+    placement = Placement.loop(num_ranks, num_stages)
+    orders = [
+        interleaved_order(
+            rank,
+            num_ranks,
+            num_stages,
+            num_microbatches,
+            backward=Kind.BACKWARD_INPUT,
+            ahead=2 * (num_ranks - 1 - rank),
+        )
+        for rank in range(num_ranks)
+    ]
+    ranks = fill_weights(placement, num_microbatches, orders, [2 * num_ranks - 1] * num_ranks)
+    return Program.of(placement, num_microbatches, ranks, name="ZBH2")
+
+
+def _one_period(num_ranks: int, num_stages: int, num_microbatches: int, name: str) -> Program:
+    placement = Placement.loop(num_ranks, num_stages)
+    orders = [
+        interleaved_order(
+            rank,
+            num_ranks,
+            num_stages,
+            num_microbatches,
+            backward=Kind.BACKWARD_INPUT,
+            ahead=num_ranks - 1 - rank,
+        )
+        for rank in range(num_ranks)
+    ]
+    # What rank 0 holds when it starts to alternate, allowed to all: the later ranks,
+    # which start with fewer forwards, use the rest to put weight gradients off.
+    longest_round = max(num_ranks, round_sizes(num_ranks, num_microbatches)[0])
+    limit = (num_stages // num_ranks - 1) * longest_round + num_ranks
+    ranks = fill_weights(placement, num_microbatches, orders, [limit] * num_ranks)
+    return Program.of(placement, num_microbatches, ranks, name=name)

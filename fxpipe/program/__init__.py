@@ -1,0 +1,39 @@
+"""Schedules as data: which rank does what, and when. Standard library only."""
+
+from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, reads, writes
+from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
+from fxpipe.program.faults import Fault, FaultKind
+from fxpipe.program.lower import fuse_backward, lower
+from fxpipe.program.program import Placement, Program
+from fxpipe.program.simulate import simulate
+from fxpipe.program.timeline import Span, Timeline
+from fxpipe.program.validate import find_faults, validate
+from fxpipe.program.walk import Step, walk
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Edge",
+    "Edges",
+    "Fault",
+    "FaultKind",
+    "Kind",
+    "Link",
+    "Placement",
+    "Program",
+    "Span",
+    "StageCost",
+    "StageCosts",
+    "Step",
+    "Timeline",
+    "Value",
+    "ValueKind",
+    "find_faults",
+    "fuse_backward",
+    "lower",
+    "reads",
+    "simulate",
+    "validate",
+    "walk",
+    "writes",
+]

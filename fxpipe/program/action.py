@@ -19,7 +19,18 @@ from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
 
-__all__ = ["Action", "Edge", "Edges", "Kind", "Value", "ValueKind", "reads", "writes"]
+__all__ = [
+    "Action",
+    "Edge",
+    "Edges",
+    "Kind",
+    "Value",
+    "ValueKind",
+    "reads",
+    "recv_of",
+    "send_of",
+    "writes",
+]
 
 
 class Kind(enum.IntEnum):
@@ -97,6 +108,11 @@ class Action(NamedTuple):
     peer: int | None = None
     parts: tuple[Action, ...] = ()
 
+    @staticmethod
+    def overlap(first: Action, second: Action) -> Action:
+        """The pair of two compute actions, which may run at the same time."""
+        return Action(Kind.OVERLAP, first.stage, first.microbatch, parts=(first, second))
+
     def __str__(self) -> str:
         if self.kind is Kind.OVERLAP:
             return f"({';'.join(map(str, self.parts))}){self.kind.text}"
@@ -147,11 +163,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True)
 class Edges:
-    """The graph of stages: who feeds whom. Edges always run to a later stage.
-
-    `backward[s]` says whether stage `s` has a backward that yields a gradient
-    for the stages before it; it follows from the edges.
-    """
+    """The graph of stages: who feeds whom. Edges always run to a later stage."""
 
     num_stages: int
     edges: tuple[Edge, ...]
@@ -262,3 +274,17 @@ _CARRIED = {
     Kind.SEND_GRADIENT: ValueKind.GRADIENT,
     Kind.RECV_GRADIENT: ValueKind.GRADIENT,
 }
+
+
+def send_of(value: Value) -> Action:
+    """The action that sends a value."""
+    is_activation = value.kind is ValueKind.ACTIVATION
+    kind = Kind.SEND_ACTIVATION if is_activation else Kind.SEND_GRADIENT
+    return Action(kind, value.stage, value.microbatch, value.peer)
+
+
+def recv_of(value: Value) -> Action:
+    """The action that receives a value."""
+    is_activation = value.kind is ValueKind.ACTIVATION
+    kind = Kind.RECV_ACTIVATION if is_activation else Kind.RECV_GRADIENT
+    return Action(kind, value.peer, value.microbatch, value.stage)

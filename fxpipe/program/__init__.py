@@ -6,6 +6,7 @@ from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.lower import fuse_backward, lower
 from fxpipe.program.program import Placement, Program
 from fxpipe.program.simulate import simulate
+from fxpipe.program.text import parse_action
 from fxpipe.program.timeline import Span, Timeline
 from fxpipe.program.validate import find_faults, validate
 from fxpipe.program.walk import Step, walk
@@ -31,6 +32,7 @@ __all__ = [
     "find_faults",
     "fuse_backward",
     "lower",
+    "parse_action",
     "reads",
     "simulate",
     "validate",

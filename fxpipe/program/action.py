@@ -85,13 +85,11 @@ _TEXT = {
     Kind.OVERLAP: "OVERLAP_F_B",
 }
 
-# The neighbour at the other end of a transfer, as a step from its own stage.
-_NEIGHBOUR = {
-    Kind.SEND_ACTIVATION: 1,
-    Kind.RECV_ACTIVATION: -1,
-    Kind.SEND_GRADIENT: -1,
-    Kind.RECV_GRADIENT: 1,
-}
+
+def neighbour(kind: Kind, stage: int) -> int:
+    """The stage at the other end of a transfer that names none: the next or the last one."""
+    assert kind.is_transfer, kind
+    return stage + (1 if kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT) else -1)
 
 
 class Action(NamedTuple):
@@ -119,7 +117,7 @@ class Action(NamedTuple):
         text = f"{self.stage}{self.kind.text}"
         if self.microbatch is not None:
             text += str(self.microbatch)
-        if self.kind.is_transfer and self.peer != self.stage + _NEIGHBOUR[self.kind]:
+        if self.kind.is_transfer and self.peer != neighbour(self.kind, self.stage):
             text += f"{'>' if self.kind.is_send else '<'}{self.peer}"
         return text
 

@@ -8,11 +8,13 @@ values: passes return new ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action, Kind
+from fxpipe.program.action import Action
+from fxpipe.program.json_text import ProgramFields, read_json, write_json
+from fxpipe.program.text import parse_rows, rows_of_csv, rows_of_table, write_csv
 
 __all__ = ["Placement", "Program"]
 
@@ -103,9 +105,85 @@ class Program:
     def is_lowered(self) -> bool:
         """Whether the program holds more than compute."""
         return any(
-            not action.kind.is_compute and action.kind is not Kind.OVERLAP
+            not action.kind.is_compute and not action.parts
             for actions in self.ranks
             for action in actions
+        )
+
+    @staticmethod
+    def parse(
+        text: str,
+        *,
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+        name: str = "",
+    ) -> Program:
+        """The inverse of `str(program)`; see `from_csv` for what is inferred and refused."""
+        rows = rows_of_table(text)
+        return _program_of(parse_rows(rows), placement, num_microbatches, name)
+
+    @staticmethod
+    def from_csv(
+        text: str,
+        *,
+        placement: Placement | None = None,
+        num_microbatches: int | None = None,
+        name: str = "",
+    ) -> Program:
+        """Read a CSV: one row per rank, one cell per action, empty cells for idle steps.
+
+        Reads what torch writes, compute-only and with transfers. A stage is placed on the
+        rank that computes it and microbatches are counted, unless they are given. The
+        program is read, not judged: call `validate` next.
+
+        Raises:
+            ScheduleError: lists each cell that cannot be read by row, column and what was
+                expected; or stages and microbatches are not numbered 0, 1, 2, ...
+        """
+        rows = rows_of_csv(text)
+        return _program_of(parse_rows(rows), placement, num_microbatches, name)
+
+    def to_csv(self, *, idle: bool = False) -> str:
+        """One row per rank, one cell per action, as torch reads it.
+
+        With `idle` there is one column per step, in which each rank does at most one
+        action, and a cell is empty where a rank waits; for compute-only programs on a
+        chain of stages.
+
+        Raises:
+            ScheduleError: `idle` is asked for and the program is lowered or gets stuck.
+        """
+        if not idle:
+            return write_csv([[str(action) for action in actions] for actions in self.ranks])
+        # The table of steps comes from a walk, which is built upon this module.
+        from fxpipe.program.walk import step_table
+
+        return write_csv(
+            [["" if action is None else str(action) for action in row] for row in step_table(self)]
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Program:
+        """The inverse of `to_json`.
+
+        Raises:
+            ScheduleError: the text is not JSON, a key is missing, unknown or of the wrong
+                type, or a cell cannot be read.
+        """
+        fields = read_json(text)
+        placement = Placement(len(fields.ranks), fields.stage_to_rank)
+        ranks = parse_rows(fields.ranks)
+        return Program.of(placement, fields.num_microbatches, ranks, name=fields.name)
+
+    def to_json(self) -> str:
+        """All of the program, one line per rank, for files and for other tools."""
+        return write_json(
+            ProgramFields(
+                name=self.name,
+                num_microbatches=self.num_microbatches,
+                stage_to_rank=self.placement.stage_to_rank,
+                ranks=[[str(action) for action in actions] for actions in self.ranks],
+            )
         )
 
     def __str__(self) -> str:
@@ -114,3 +192,58 @@ class Program:
             f"rank {rank:>{width}}: {' '.join(map(str, actions))}".rstrip()
             for rank, actions in enumerate(self.ranks)
         )
+
+
+def _program_of(
+    ranks: list[list[Action]],
+    placement: Placement | None,
+    num_microbatches: int | None,
+    name: str,
+) -> Program:
+    """Complete a program that was read from rows of actions."""
+    computes = [
+        (rank, position, part)
+        for rank, actions in enumerate(ranks)
+        for position, action in enumerate(actions)
+        for part in action.parts or (action,)
+        if part.kind.is_compute
+    ]
+    if not computes:
+        raise ScheduleError("the program computes nothing: no rank has an action such as 0F0")
+    if placement is None:
+        stages: dict[int, _Found] = {}
+        for found in computes:
+            first = stages.setdefault(found[2].stage, found)
+            if first[0] != found[0]:
+                raise ScheduleError(
+                    f"a stage has one rank, but stage {found[2].stage} is computed on two: "
+                    f"{_at(first)} and {_at(found)}"
+                )
+        _check_dense("stage", stages)
+        in_order = tuple(stages[stage][0] for stage in range(len(stages)))
+        placement = Placement(len(ranks), in_order)
+    if num_microbatches is None:
+        microbatches = {
+            found[2].microbatch: found for found in computes if found[2].microbatch is not None
+        }
+        _check_dense("microbatch", microbatches)
+        num_microbatches = len(microbatches)
+    return Program.of(placement, num_microbatches, ranks, name=name)
+
+
+_Found = tuple[int, int, Action]
+
+
+def _check_dense(what: str, places: Mapping[int, _Found]) -> None:
+    missing = next((n for n, number in enumerate(sorted(places)) if n != number), None)
+    if missing is not None:
+        highest = max(places)
+        raise ScheduleError(
+            f"nothing computes {what} {missing}, but there is {what} {highest}, "
+            f"{_at(places[highest])}; expected each {what} from 0 on"
+        )
+
+
+def _at(found: _Found) -> str:
+    rank, position, action = found
+    return f"{action} on rank {rank} at position {position}"

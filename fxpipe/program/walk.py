@@ -24,7 +24,7 @@ from fxpipe.program.action import Action, Edges
 from fxpipe.program.numbering import Numbering
 from fxpipe.program.program import Program
 
-__all__ = ["UNIT_DURATIONS", "Step", "Visit", "check_edges", "visit", "walk"]
+__all__ = ["UNIT_DURATIONS", "Step", "Visit", "check_edges", "step_table", "visit", "walk"]
 
 # F, B, I, W as `visit` indexes them: by kind.
 UNIT_DURATIONS: tuple[float, ...] = (1, 2, 1, 1)
@@ -83,6 +83,31 @@ def check_edges(program: Program, edges: Edges | None) -> Edges:
             f"the edges are for {edges.num_stages} stages, the program has {program.num_stages}"
         )
     return edges
+
+
+def step_table(
+    program: Program, edges: Edges | None = None
+) -> tuple[tuple[Action | None, ...], ...]:
+    """One row per rank, one column per step; None where a rank waits.
+
+    In a step each rank does at most one action, and as soon as it can.
+
+    Raises:
+        ScheduleError: the program is lowered (messages have no steps in common), or stuck.
+    """
+    if program.is_lowered:
+        raise ScheduleError("only a compute-only program has steps, this one is lowered")
+    edges = check_edges(program, edges)
+    numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=False)
+    rows: list[list[Action | None]] = [[] for _ in program.ranks]
+    written_in: dict[int, int] = {}
+    for rank, _, action in walk(program, edges):
+        row = rows[rank]
+        step = max([len(row), *(written_in[n] + 1 for n in numbering.reads_of(action))])
+        row += [None] * (step - len(row))
+        row.append(action)
+        written_in.update((number, step) for number in numbering.writes_of(action))
+    return tuple(tuple(row) for row in rows)
 
 
 class Visit(NamedTuple):

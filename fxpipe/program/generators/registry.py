@@ -15,9 +15,12 @@ from typing import Literal
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.generators.breadth_first import gpipe, looped_bfs
+from fxpipe.program.generators.controllable_memory import v_half, v_min
+from fxpipe.program.generators.dualpipe_v import dualpipe_v, dualpipe_v_paired
 from fxpipe.program.generators.forward_only import forward_only
 from fxpipe.program.generators.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
-from fxpipe.program.generators.sizes import ANY, ONE, TWO, StagesPerRank
+from fxpipe.program.generators.sizes import ANY, ONE, SEVERAL, TWO, StagesPerRank
+from fxpipe.program.generators.wave import wave
 from fxpipe.program.generators.zbv import zbv
 from fxpipe.program.generators.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from fxpipe.program.program import Placement, Program
@@ -77,8 +80,7 @@ def get_schedule(name: str) -> ScheduleInfo:
 
 
 def _key(name: str) -> str:
-    key = "".join(c for c in name.lower() if c.isalnum())
-    return key.removeprefix("schedule") or key
+    return "".join(c for c in name.lower() if c.isalnum()).removeprefix("schedule")
 
 
 _INFOS = (
@@ -171,6 +173,56 @@ _INFOS = (
         splits_backward=True,
         description="Stages down the ranks and up again; no rank waits after it has started.",
         when_to_use="The least waiting at the memory of 1F1B, if F, I and W cost alike.",
+    ),
+    ScheduleInfo(
+        name="VHalf",
+        aliases=("VHalfMemory",),
+        generator=v_half,
+        placement_style="v",
+        stages_per_rank=TWO,
+        splits_backward=True,
+        description="Half the memory of 1F1B at about half its waiting.",
+        when_to_use="Activations that do not fit with ZBV.",
+    ),
+    ScheduleInfo(
+        name="VMin",
+        aliases=("VMinMemory",),
+        generator=v_min,
+        placement_style="v",
+        stages_per_rank=TWO,
+        splits_backward=True,
+        description="A third of the memory of 1F1B at about two thirds of its waiting.",
+        when_to_use="Activations that do not fit with V-Half.",
+    ),
+    ScheduleInfo(
+        name="DualPipeV",
+        aliases=(),
+        generator=dualpipe_v,
+        placement_style="v",
+        stages_per_rank=TWO,
+        splits_backward=True,
+        description="A V on which forwards and backwards going down the ranks run in pairs.",
+        when_to_use="Stages that wait for exchanges of their own, such as between experts.",
+    ),
+    ScheduleInfo(
+        name="DualPipeVPaired",
+        aliases=("DualPipeVFull",),
+        generator=dualpipe_v_paired,
+        placement_style="v",
+        stages_per_rank=TWO,
+        splits_backward=True,
+        description="DualPipeV with pairs both down and up the ranks, at twice the waiting.",
+        when_to_use="As DualPipeV, when a pair is clearly quicker than its parts in turn.",
+    ),
+    ScheduleInfo(
+        name="Wave",
+        aliases=("Hanayo",),
+        generator=wave,
+        placement_style="v",
+        stages_per_rank=SEVERAL,
+        splits_backward=False,
+        description="1F1B on a V that repeats, with fewer messages than a loop.",
+        when_to_use="Slow links and a backward that cannot be split.",
     ),
 )
 

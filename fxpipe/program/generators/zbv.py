@@ -34,7 +34,7 @@ def zbv(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     check_sizes("ZBVZeroBubble", num_ranks, num_stages, num_microbatches, allowed=TWO)
     placement = Placement.v(num_ranks, num_stages)
     orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    ranks = fill_weights(placement, num_microbatches, orders, [2 * num_ranks] * num_ranks)
+    ranks = fill_weights(placement, num_microbatches, orders, limit=2 * num_ranks)
     return Program.of(placement, num_microbatches, ranks, name="ZBVZeroBubble")
 
 

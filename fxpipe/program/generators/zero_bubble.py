@@ -88,7 +88,7 @@ def zb_h2(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         )
         for rank in range(num_ranks)
     ]
-    ranks = fill_weights(placement, num_microbatches, orders, [2 * num_ranks - 1] * num_ranks)
+    ranks = fill_weights(placement, num_microbatches, orders, limit=2 * num_ranks - 1)
     return Program.of(placement, num_microbatches, ranks, name="ZBH2")
 
 
@@ -109,5 +109,5 @@ def _one_period(num_ranks: int, num_stages: int, num_microbatches: int, name: st
     # which start with fewer forwards, use the rest to put weight gradients off.
     longest_round = max(num_ranks, round_sizes(num_ranks, num_microbatches)[0])
     limit = (num_stages // num_ranks - 1) * longest_round + num_ranks
-    ranks = fill_weights(placement, num_microbatches, orders, [limit] * num_ranks)
+    ranks = fill_weights(placement, num_microbatches, orders, limit=limit)
     return Program.of(placement, num_microbatches, ranks, name=name)

@@ -12,6 +12,8 @@ import pytest
 
 from fxpipe.program.generators import (
     SCHEDULES,
+    dualpipe_v,
+    dualpipe_v_paired,
     forward_only,
     forward_only_on,
     gpipe,
@@ -19,6 +21,9 @@ from fxpipe.program.generators import (
     interleaved_zero_bubble,
     looped_bfs,
     one_f_one_b,
+    v_half,
+    v_min,
+    wave,
     zb_h1,
     zb_h2,
     zbv,
@@ -81,6 +86,36 @@ GOLDEN = {
         """\
         rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
         rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2""",
+    ),
+    v_half: (
+        (2, 4, 3),
+        """\
+        rank 0: 0F0 3F0 3I0 0F1 3W0 3F1 3I1 0F2 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+        rank 1: 1F0 2F0 2I0 1F1 2F1 1I0 2W0 2I1 1F2 1W0 2F2 1I1 2W1 2I2 1I2 1W1 2W2 1W2""",
+    ),
+    v_min: (
+        (2, 4, 3),
+        """\
+        rank 0: 0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 3W2 0I2 0W2
+        rank 1: 1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2""",
+    ),
+    dualpipe_v: (
+        (2, 4, 3),
+        """\
+        rank 0: 0F0 0F1 0F2 3F0 3I0 3F1 3I1 3W0 3W1 3F2 0I0 3I2 0I1 0W0 0I2 3W2 0W1 0W2
+        rank 1: 1F0 2F0 1F1 2F1 (1F2;2B0)OVERLAP_F_B 2F2 1I0 2I1 1I1 2I2 1I2 1W0 2W1 1W1 2W2 1W2""",
+    ),
+    dualpipe_v_paired: (
+        (2, 4, 3),
+        """\
+        rank 0: 0F0 0F1 0F2 3F0 3I0 3F1 3I1 3W0 3W1 (3F2;0B0)OVERLAP_F_B 3I2 0I1 3W2 0I2 0W1 0W2
+        rank 1: 1F0 2F0 1F1 2F1 (1F2;2B0)OVERLAP_F_B (2F2;1B0)OVERLAP_F_B 2I1 1I1 2W1 1W1 2I2 1I2 2W2 1W2""",  # noqa: E501
+    ),
+    wave: (
+        (2, 4, 4),
+        """\
+        rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 3B3 0B1 0B2 0B3
+        rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2B3 1B3""",
     ),
 }
 

@@ -18,6 +18,7 @@ TORCH_NAMES = [
     "LoopedBFS",
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
+    "DualPipeV",
 ]
 
 
@@ -37,6 +38,10 @@ def test_torch_names_are_names_here(name):
         ("zbv", "ZBVZeroBubble"),
         ("interleaved 1f1b", "Interleaved1F1B"),
         ("_ScheduleForwardOnly", "ForwardOnly"),
+        ("v-half", "VHalf"),
+        ("V_Min", "VMin"),
+        ("hanayo", "Wave"),
+        ("dualpipe-v", "DualPipeV"),
         ("looped-bfs", "LoopedBFS"),
         ("one_f_one_b", "1F1B"),
         ("interleaved_one_f_one_b", "Interleaved1F1B"),

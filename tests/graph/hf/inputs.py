@@ -33,7 +33,8 @@ class Shape:
 class _Maker:
     """Draws the tensors of one example in a fixed order."""
 
-    def __init__(self, model: Any, shape: Shape) -> None:
+    def __init__(self, model: Any, shape: Shape, image_tokens: int) -> None:
+        self.image_tokens = image_tokens
         self.config = model.config
         self.shape = shape
         self.generator = torch.Generator().manual_seed(shape.seed)
@@ -67,6 +68,19 @@ class _Maker:
         height, width = size if isinstance(size, list | tuple) else (size, size)
         channels = self.find("num_channels", "in_channels", "in_chans", default=3)
         return self.noise(channels, height, width)
+
+    def text_around(self, places: int, what: str) -> dict[str, Tensor]:
+        """Text in which `places` tokens in a row stand for something else."""
+        token = self.find(f"{what}_token_id", f"{what}_token_index")
+        ids = self.ids(self.shape.length + places)
+        if token is not None:
+            ids[:, 1 : 1 + places] = token
+        found = {"input_ids": ids, "attention_mask": self.mask(ids.shape[1])}
+        if "mm_token_type_ids" in self.accepts:
+            found["mm_token_type_ids"] = (ids == token).long()
+        if "token_type_ids" in self.accepts:
+            found["token_type_ids"] = (ids == token).long()
+        return found
 
     def text(self) -> dict[str, Tensor]:
         length = self.shape.length
@@ -108,8 +122,67 @@ def _image_text(maker: _Maker) -> dict[str, Any]:
 
 
 def _image_tokens(maker: _Maker) -> dict[str, Any]:
-    """Text with places for the image's features; `registry` knows how many."""
-    return _image_text(maker)
+    """Text with a place for each of the image's features."""
+    return {**maker.text_around(maker.image_tokens, "image"), **_image(maker)}
+
+
+def _sized_images(maker: _Maker) -> dict[str, Any]:
+    """As `image_tokens`, with the true size of each image beside it."""
+    found = _image_tokens(maker)
+    height, width = found["pixel_values"].shape[-2:]
+    return {**found, "image_sizes": torch.tensor([[height, width]] * maker.shape.batch)}
+
+
+def _image_grid(maker: _Maker) -> dict[str, Any]:
+    """Flat patches of all images, with the grid of each, and a place per merged patch."""
+    patch = maker.find("patch_size")
+    time = maker.find("temporal_patch_size", default=1)
+    merge = maker.find("spatial_merge_size", "merge_size", default=2)
+    channels = maker.find("num_channels", "in_channels", "in_chans", default=3)
+    rows = maker.shape.batch
+    grid = torch.tensor([[1, 2 * merge, merge]] * rows)
+    patches = int(grid[0].prod())
+    flat = maker.noise(patches, channels * time * patch * patch).flatten(0, 1)
+    return {
+        **maker.text_around(patches // merge**2, "image"),
+        "pixel_values": flat,
+        "image_grid_thw": grid,
+    }
+
+
+def _image_patches(maker: _Maker) -> dict[str, Any]:
+    """Images of any form, cut into patches beforehand."""
+    patch = maker.find("patch_size")
+    patches = maker.find("num_patches")
+    side = int(patches**0.5)
+    rows = maker.shape.batch
+    found = {
+        "pixel_values": maker.noise(patches, 3 * patch * patch),
+        "pixel_attention_mask": torch.ones(rows, patches, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[side, side]] * rows),
+    }
+    return {**maker.text(), **found} if "input_ids" in maker.accepts else found
+
+
+def _many_images(maker: _Maker) -> dict[str, Any]:
+    """One image per row, with a dimension for more."""
+    image = maker.image()[:, None]
+    return {**maker.text_around(maker.image_tokens, "image"), "pixel_values": image}
+
+
+def _masked_image_text(maker: _Maker) -> dict[str, Any]:
+    """As `image_text`, with a mask that says which pixels are real."""
+    found = _image_text(maker)
+    rows, _, height, width = found["pixel_values"].shape
+    return {**found, "pixel_mask": torch.ones(rows, height, width, dtype=torch.long)}
+
+
+def _video_text(maker: _Maker) -> dict[str, Any]:
+    return {**maker.text(), **_video(maker)}
+
+
+def _video_named(maker: _Maker) -> dict[str, Any]:
+    return {"pixel_values_videos": _video(maker)["pixel_values"]}
 
 
 def _video(maker: _Maker) -> dict[str, Any]:
@@ -125,6 +198,84 @@ def _audio(maker: _Maker) -> dict[str, Any]:
     bins = maker.find("num_mel_bins", "feature_projection_input_dim", "input_dim", default=16)
     frames = 8 * maker.shape.length
     return {"input_features": maker.noise(frames, bins)}
+
+
+def _spectrogram(maker: _Maker) -> dict[str, Any]:
+    return {"input_values": maker.noise(maker.find("max_length"), maker.find("num_mel_bins"))}
+
+
+def _whisper(maker: _Maker) -> dict[str, Any]:
+    """The encoder takes one length only: twice its positions."""
+    frames = 2 * maker.find("max_source_positions")
+    found = {"input_features": maker.noise(maker.find("num_mel_bins"), frames)}
+    found["decoder_input_ids"] = maker.ids(maker.shape.length - 2)
+    return found
+
+
+def _sound_tokens(maker: _Maker) -> dict[str, Any]:
+    """Text with a place for each of the sound's features."""
+    bins = maker.find("num_mel_bins", default=16)
+    frames = 2 * maker.find("max_source_positions", default=32)
+    found = {"input_features": maker.noise(bins, frames)}
+    if "feature_attention_mask" in maker.accepts:
+        found["feature_attention_mask"] = torch.ones(maker.shape.batch, frames, dtype=torch.long)
+    return {**maker.text_around(maker.image_tokens, "audio"), **found}
+
+
+def _codec(maker: _Maker) -> dict[str, Any]:
+    return {"input_values": maker.noise(1, 320 * 8)}
+
+
+def _boxes(maker: _Maker) -> dict[str, Any]:
+    """Text with a place on the page for each token."""
+    corners = torch.randint(
+        0, 400, (maker.shape.batch, maker.shape.length, 2), generator=maker.generator
+    )
+    return {**maker.text(), "bbox": torch.cat((corners, corners + 50), dim=-1)}
+
+
+def _series(maker: _Maker) -> dict[str, Any]:
+    """A number of channels over time."""
+    steps = maker.find("context_length", default=32)
+    return {"past_values": maker.noise(steps, maker.find("num_input_channels", default=1))}
+
+
+def _lagged_series(maker: _Maker) -> dict[str, Any]:
+    """Past and future of one series, with time features."""
+    past = maker.find("context_length") + max(maker.find("lags_sequence"))
+    future = maker.find("prediction_length")
+    features = maker.find("num_time_features")
+    return {
+        "past_values": maker.noise(past),
+        "past_time_features": maker.noise(past, features),
+        "past_observed_mask": torch.ones(maker.shape.batch, past, dtype=maker.shape.dtype),
+        "future_values": maker.noise(future),
+        "future_time_features": maker.noise(future, features),
+        "static_categorical_features": torch.zeros(maker.shape.batch, 1, dtype=torch.long),
+    }
+
+
+def _regions(maker: _Maker) -> dict[str, Any]:
+    """Text beside the features of regions of an image."""
+    regions = 4
+    found = {
+        "visual_feats": maker.noise(regions, maker.find("visual_feat_dim")),
+        "visual_pos": maker.noise(regions, maker.find("visual_pos_dim")).abs(),
+    }
+    return {**maker.text(), **found}
+
+
+def _trajectory(maker: _Maker) -> dict[str, Any]:
+    """States, actions and rewards."""
+    rows, steps = maker.shape.batch, maker.shape.length
+    return {
+        "states": maker.noise(steps, maker.find("state_dim")),
+        "actions": maker.noise(steps, maker.find("act_dim")),
+        "rewards": maker.noise(steps, 1),
+        "returns_to_go": maker.noise(steps, 1),
+        "timesteps": torch.arange(steps).repeat(rows, 1),
+        "attention_mask": torch.ones(rows, steps, dtype=torch.long),
+    }
 
 
 def _speech2seq(maker: _Maker) -> dict[str, Any]:
@@ -146,13 +297,33 @@ KINDS: Mapping[str, Make] = {
     "image": _image,
     "image_text": _image_text,
     "image_tokens": _image_tokens,
+    "sized_images": _sized_images,
+    "image_grid": _image_grid,
+    "image_patches": _image_patches,
+    "many_images": _many_images,
+    "masked_image_text": _masked_image_text,
+    "video_text": _video_text,
     "video": _video,
+    "video_named": _video_named,
+    "spectrogram": _spectrogram,
+    "whisper": _whisper,
+    "sound_tokens": _sound_tokens,
+    "codec": _codec,
+    "boxes": _boxes,
+    "past_values": _series,
+    "lagged_series": _lagged_series,
+    "regions": _regions,
+    "states": _trajectory,
     "audio": _audio,
     "speech2seq": _speech2seq,
     "segments": _segments,
 }
 
 
-def make_inputs(model: Any, kind: str, shape: Shape) -> dict[str, Any]:
-    """Keyword arguments for one forward of the model."""
-    return KINDS[kind](_Maker(model, shape))
+def make_inputs(model: Any, kind: str, shape: Shape, *, image_tokens: int = 0) -> dict[str, Any]:
+    """Keyword arguments for one forward of the model.
+
+    `image_tokens` says how many features one image becomes, for kinds that put
+    them among the tokens.
+    """
+    return KINDS[kind](_Maker(model, shape, image_tokens))

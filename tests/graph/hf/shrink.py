@@ -73,6 +73,8 @@ RULES: tuple[tuple[str, int], ...] = (
     ),
     (r"num_experts_per_tok|moe_k|num_experts_per_token|moe_topk|top_k_experts", 2),
     (r"n_group|topk_group|expert_groups", 1),
+    (r"vision_feature_layer", 2),
+    (r"num_query_tokens|image_text_hidden_size", 4),
     (r"image_size|pretrain_image_size|input_image_size", IMAGE),
     (r"patch_size", PATCH),
     (r"q_lora_rank|kv_lora_rank|.*_lora_rank|o_lora_rank", 16),
@@ -85,8 +87,38 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"hidden_size_per_layer_input", 8),
     (r"index_topk", 4),
     (r"index_n_heads", 2),
-    (r"chunk_size", 8),
+    (r"chunk_size|mamba_chunk_size|lsh_attn_chunk_length|local_attn_chunk_length", 8),
+    (r"mamba_n_heads|mamba_num_heads|n_mamba_heads|linear_num_heads", 4),
+    (r"mamba_d_head|mamba_headdim", 16),
+    (r"mamba_n_groups|mamba_ngroups|n_groups", 1),
+    (r"linear_num_key_heads|linear_num_value_heads", 4),
+    (r"rotary_dim", 4),
+    (r"num_groups", 2),
+    (r"groups_width", 8),
+    (r"num_conv_pos_embeddings", 16),
+    (r"num_conv_pos_embedding_groups", 4),
+    (r"aspp_out_channels", 16),
+    (r"fusion_hidden_size|fpn_hidden_size", 16),
 )
+# Spatial pyramids: widths start at 16 and keep their proportions, depths end at 2.
+PYRAMID = re.compile(
+    r"hidden_sizes|embed_dims|neck_hidden_sizes|encoder_hidden_sizes|stage_.*channels|embed_dim|"
+    r"decoder_hidden_sizes|conv_dim|base_attn_unit_dims|embed_dim_per_stage|"
+    r"backbone_channel_list|tdnn_dim|patch_embed_channels"
+)
+DEPTHS = re.compile(
+    r"depths|depth|n_attn_blocks|blocks_per_stage|num_block_repeats|stage_num_blocks"
+)
+# Derived fields: the configuration makes them again from the others.
+DERIVED = (
+    "stage_names",
+    "out_features",
+    "out_indices",
+    "per_layer_config",
+    "hybrid_layer_ids",
+    "num_attention_heads_per_layer",
+)
+OMITTED = ("transformers_version", "architectures", "_name_or_path", "dtype", *DERIVED)
 # Random numbers decide here which layers run; a pipeline needs all of them.
 LAYER_DROP = re.compile(r"layerdrop|.*_layerdrop|layer_drop|drop_path_rate|stochastic_depth.*")
 SPECIAL = re.compile(r"(pad|bos|eos|sep|cls|mask|unk|decoder_start|forced_eos|forced_bos)_token_id")
@@ -121,14 +153,17 @@ DROP = _Drop()
 def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
     small: dict[str, Any] = {}
     for name, value in values.items():
-        if name in ("transformers_version", "architectures", "_name_or_path", "dtype"):
+        if name in OMITTED:
             continue
         small[name] = _one(name, value)
+    for index, name in enumerate(_placeholders(small)):
+        small[name] = VOCAB - 1 - index
     specials = [name for name in small if SPECIAL.fullmatch(name) and small[name] is not None]
     for index, name in enumerate(sorted(specials)):
         small[name] = 0 if name.startswith("pad") else min(1 + index, 5)
-    if "use_cache" in small:
-        small["use_cache"] = False
+    for name in ("use_cache", "apply_spec_augment"):
+        if name in small:
+            small[name] = False
     if "num_attention_heads" in small and "num_key_value_heads" in small:
         same = values["num_attention_heads"] == values["num_key_value_heads"]
         small["num_key_value_heads"] = HEADS if same else KV_HEADS
@@ -137,17 +172,62 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
 
 def _one(name: str, value: Any) -> Any:
     if isinstance(value, dict):
+        if name == "rope_parameters":
+            return _rope(value)
         return _shrunk(value) if "config" in name or "model_type" in value else value
     if PER_LAYER.fullmatch(name) and isinstance(value, list):
         return _few(value)
-    if LAYER_DROP.fullmatch(name) and isinstance(value, float):
-        return 0.0
+    if LAYER_DROP.fullmatch(name) and value is not None:
+        return [0.0] * len(value) if isinstance(value, list) else type(value)(0)
+    if isinstance(value, list):
+        return _few_numbers(name, value)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
     for pattern, number in RULES:
         if re.fullmatch(pattern, name):
             return number
     return value
+
+
+def _placeholders(values: dict[str, Any]) -> list[str]:
+    """Fields with ids of tokens that stand for an image or a sound: the last of the vocabulary."""
+    return [
+        name
+        for name, value in values.items()
+        if re.fullmatch(r".*(token_id|token_index)", name)
+        and not SPECIAL.fullmatch(name)
+        and isinstance(value, int)
+        and value >= 8
+    ]
+
+
+def _few_numbers(name: str, values: list[Any]) -> list[Any]:
+    if not values or not all(isinstance(value, int) for value in values):
+        return values
+    if DEPTHS.fullmatch(name):
+        return [min(value, 2) for value in values]
+    if PYRAMID.fullmatch(name):
+        return [max(8, value * 16 // min(values) // 8 * 8) for value in values]
+    if name in ("image_size", "input_size"):
+        return [IMAGE] * len(values)
+    if name == "patch_size" and len(set(values)) == 1:
+        return [PATCH] * len(values)
+    return values
+
+
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings; multimodal sections must add up to half a head."""
+    small = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            small[name] = _rope(value)
+        elif name == "mrope_section" and value:
+            small[name] = [1] * (len(value) - 1) + [HEAD // 2 - len(value) + 1]
+        elif name in ("original_max_position_embeddings", "max_position_embeddings"):
+            small[name] = POSITIONS
+        else:
+            small[name] = value
+    return small
 
 
 def _few(kinds: list[Any]) -> list[Any]:

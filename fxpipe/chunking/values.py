@@ -1,0 +1,265 @@
+"""Cut one value along its batch dimension, and put such pieces together again.
+
+A value is a tensor, a `DTensor` or a flex attention `BlockMask`. Pieces are views: nothing
+is copied, and gradients flow back to the value.
+
+A `DTensor` that is sharded along its batch dimension is cut on every rank by itself,
+without communication: a microbatch then holds some rows of every shard, not the first
+rows of the whole. `Deal` has the sizes of the shards, so that a caller can see whether
+two values were dealt alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from fxpipe.errors import InputError
+
+__all__ = [
+    "Deal",
+    "cut",
+    "deal_of",
+    "describe",
+    "even_parts",
+    "is_dtensor",
+    "is_value",
+    "join",
+    "num_dims",
+    "num_rows",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How rows are dealt: `rows` of every microbatch, out of `shards` of so many rows each."""
+
+    rows: tuple[int, ...]
+    shards: tuple[int, ...]
+
+
+def even_parts(size: int, parts: int) -> tuple[int, ...]:
+    """Sizes that differ by one at most, larger ones first: 10 in 4 is (3, 3, 2, 2)."""
+    return tuple(size // parts + (index < size % parts) for index in range(parts))
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether this leaf is of a kind that can have a batch dimension."""
+    return isinstance(leaf, torch.Tensor | BlockMask)
+
+
+def is_dtensor(value: Any) -> bool:
+    # Without an import: if nobody has loaded the module, nobody has made a DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def num_dims(value: Any) -> int:
+    """How many dimensions can be split: all of a tensor's, the batch dimension of a mask."""
+    if isinstance(value, BlockMask):
+        return 1 if value.kv_num_blocks.dim() == 3 else 0
+    return int(value.dim())
+
+
+def num_rows(value: Any, dim: int = 0) -> int:
+    """The size along a dimension that `num_dims` counts."""
+    tensor = value.kv_num_blocks if isinstance(value, BlockMask) else value
+    return int(tensor.size(dim))
+
+
+def describe(value: Any) -> str:
+    """What an error message says about a leaf: `float32[8, 3]`, `float 2.0`."""
+    if isinstance(value, BlockMask):
+        return f"BlockMask{list(value.shape)}"
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(str(value.size(dim)) for dim in range(value.dim()) if not value.is_nested)
+        name = str(value.dtype).removeprefix("torch.")
+        return f"{name}[{sizes}]" if not value.is_nested else f"nested {name}[{len(value)}, ...]"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, int | float | complex | str):
+        return f"{type(value).__name__} {value!r:.60}"
+    return f"a {type(value).__name__}"
+
+
+def deal_of(value: Any, dim: int, chunks: int) -> Deal:
+    """How `value` is dealt to `chunks` microbatches along `dim`, by its shape alone.
+
+    Raises:
+        InputError: the value's layout cannot be cut along this dimension; without its path.
+    """
+    if isinstance(value, BlockMask):
+        return Deal(even_parts(num_rows(value), chunks), (num_rows(value),))
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise InputError(f"a {kind} tensor cannot be split without a copy: pass a dense tensor")
+    shards = _shards(value.size(dim), value, dim) if is_dtensor(value) else (value.size(dim),)
+    rows = tuple(map(sum, zip(*(even_parts(shard, chunks) for shard in shards), strict=True)))
+    return Deal(rows, shards)
+
+
+def cut(value: Any, dim: int, rows: Sequence[int]) -> list[Any]:
+    """The pieces of `value` along `dim`, as views; `value` itself if there is one piece."""
+    if len(rows) == 1:
+        return [value]
+    if isinstance(value, BlockMask):
+        return [_cut_mask(value, start, size) for start, size in _spans(rows)]
+    if is_dtensor(value):
+        return _cut_dtensor(value, dim, rows)
+    return [value.narrow(dim, start, size) for start, size in _spans(rows)]
+
+
+def join(values: Sequence[Any], dim: int) -> Any:
+    """One value out of pieces that fit together; the inverse of `cut`.
+
+    Raises:
+        InputError: the pieces do not fit together; without their path.
+    """
+    if len(values) == 1:
+        return values[0]
+    if isinstance(values[0], BlockMask):
+        return _join_masks(values)
+    if is_dtensor(values[0]):
+        return _join_dtensors(values, dim)
+    return torch.cat(tuple(values), dim)
+
+
+def _spans(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for size in rows:
+        yield start, size
+        start += size
+
+
+# ---------------------------------------------------------------------------- DTensor
+
+
+def _shards(size: int, tensor: Any, dim: int) -> tuple[int, ...]:
+    """Sizes of all shards of a DTensor along `dim`, computed, not communicated."""
+    shards = [size]
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard(dim):
+            count = tensor.device_mesh.size(axis)
+            # A mesh axis gives every rank but the last ones the same, rounded up.
+            shards = [
+                max(0, min(-(-shard // count), shard - index * -(-shard // count)))
+                for shard in shards
+                for index in range(count)
+            ]
+        elif getattr(placement, "dim", None) == dim:
+            raise InputError(
+                f"a DTensor with placement {placement} cannot be split along dimension {dim}: "
+                "redistribute it first"
+            )
+    return tuple(shards)
+
+
+def _cut_dtensor(tensor: Any, dim: int, rows: Sequence[int]) -> list[Any]:
+    local = tensor.to_local()
+    local_rows = rows
+    if any(placement.is_shard(dim) for placement in tensor.placements):
+        local_rows = even_parts(local.size(dim), len(rows))
+    pieces = []
+    for (start, size), whole in zip(_spans(local_rows), rows, strict=True):
+        shape = list(tensor.shape)
+        shape[dim] = whole
+        pieces.append(
+            _like(tensor, local.narrow(dim, start, size), torch.Size(shape), tensor.stride())
+        )
+    return pieces
+
+
+def _join_dtensors(values: Sequence[Any], dim: int) -> Any:
+    first = values[0]
+    for value in values[1:]:
+        if value.placements != first.placements or value.device_mesh != first.device_mesh:
+            raise InputError(
+                f"DTensors with placements {first.placements} and {value.placements} "
+                "cannot be joined: redistribute them to the same placements"
+            )
+    shape = list(first.shape)
+    shape[dim] = sum(value.size(dim) for value in values)
+    dealt = zip(*(_shards(value.size(dim), value, dim) for value in values), strict=True)
+    if tuple(map(sum, dealt)) != _shards(shape[dim], first, dim):
+        raise InputError(
+            f"DTensors of {', '.join(str(value.size(dim)) for value in values)} rows, sharded "
+            f"along dimension {dim}, cannot be joined shard by shard: redistribute them first"
+        )
+    local = torch.cat([value.to_local() for value in values], dim)
+    stride = torch.empty(shape, device="meta").stride()
+    return _like(first, local, torch.Size(shape), stride)
+
+
+def _like(tensor: Any, local: torch.Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Any:
+    return type(tensor).from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+# -------------------------------------------------------------------------- BlockMask
+
+
+def _cut_mask(mask: BlockMask, start: int, size: int) -> BlockMask:
+    piece = copy.copy(mask)
+    for name, value in vars(mask).items():
+        # Every tensor of a mask has the batch in front, or 1 for "the same in all rows".
+        if isinstance(value, torch.Tensor) and value.size(0) > 1:
+            setattr(piece, name, value.narrow(0, start, size))
+    piece.mask_mod = _shifted(mask.mask_mod, start, mask.kv_num_blocks.device)
+    return piece
+
+
+def _shifted(mask_mod: Callable[..., Any], start: int, device: torch.device) -> Callable[..., Any]:
+    # A tensor, not an int: a compiled kernel would be compiled anew for every int.
+    offset = torch.full((), start, device=device)
+
+    def shifted_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return mask_mod(b + offset, h, q_idx, kv_idx)
+
+    shifted_mask_mod.origin = (mask_mod, start)  # type: ignore[attr-defined]
+    return shifted_mask_mod
+
+
+def _join_masks(masks: Sequence[Any]) -> BlockMask:
+    first: BlockMask = masks[0]
+    for mask in masks[1:]:
+        if _mask_form(mask) != _mask_form(first):
+            raise InputError(
+                f"BlockMasks of {list(first.shape)} with blocks {first.BLOCK_SIZE} and "
+                f"{list(mask.shape)} with blocks {mask.BLOCK_SIZE} cannot be joined"
+            )
+    rows = [num_rows(mask) for mask in masks]
+    whole = copy.copy(first)
+    for name in _mask_form(first)[0]:
+        pieces = [getattr(mask, name) for mask in masks]
+        expanded = [x.expand(size, *x.shape[1:]) for x, size in zip(pieces, rows, strict=True)]
+        setattr(whole, name, torch.cat(expanded))
+    whole.mask_mod = _joined_mask_mod([mask.mask_mod for mask in masks], rows)
+    return whole
+
+
+def _mask_form(mask: Any) -> tuple[Any, ...]:
+    tensors = {name: v.shape[1:] for name, v in vars(mask).items() if isinstance(v, torch.Tensor)}
+    return tensors, mask.seq_lengths, mask.BLOCK_SIZE
+
+
+def _joined_mask_mod(mods: list[Any], rows: list[int]) -> Callable[..., Any]:
+    origins = [getattr(mod, "origin", (mod, None)) for mod in mods]
+    starts = [start for start, _ in _spans(rows)]
+    if all(origin == (origins[0][0], start) for origin, start in zip(origins, starts, strict=True)):
+        return origins[0][0]  # type: ignore[no-any-return]
+
+    def joined_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result = mods[0](b.clamp(max=rows[0] - 1), h, q_idx, kv_idx)
+        for mod, start, size in zip(mods[1:], starts[1:], rows[1:], strict=True):
+            row = (b - start).clamp(0, size - 1)
+            result = torch.where(b >= start, mod(row, h, q_idx, kv_idx), result)
+        return result
+
+    return joined_mask_mod

@@ -1,40 +1,35 @@
-"""Operations whose weight gradient can be computed apart from the input gradient.
+"""Tell which calls of torch functions can have their weight gradient deferred.
 
 In:  one call of a torch function, as a torch-function mode sees it.
 Out: a `Call` (operation, input, weight, bias), or None if it must run as it is.
 
-Each operation is linear in its input and in its weight. That is what makes the two
-halves independent: the input gradient needs the weight, the weight gradient needs the
-input, and both need only the gradient of the output. Whatever is not recognised here
-is left to autograd, so a miss costs overlap, never a gradient. Left alone on purpose:
-tensor subclasses (DTensor), sparse and nested layouts, complex numbers, vectors,
-sparse embedding gradients, and weights that are computed from parameters.
+Whatever is not recognised here is left to autograd, so a miss costs overlap, never a
+gradient. Left alone on purpose: tensor subclasses (DTensor), sparse and nested layouts,
+complex numbers, vectors, sparse embedding gradients, and weights that are computed
+from parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["Call", "Operation", "recognise"]
+from fxpipe.runtime.operations import (
+    Convolution,
+    Einsum,
+    Embedding,
+    Linear,
+    Operation,
+    WeightLeft,
+    WeightRight,
+)
 
-
-class Operation(Protocol):
-    """The parts of an operation `y = op(x, weight) + bias`."""
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor: ...
+__all__ = ["Call", "recognise"]
 
 
 class Call(NamedTuple):
@@ -62,7 +57,7 @@ def recognise(
         return None  # a wrong call: let the function itself say so
     if call is None or not _is_plain(call.x) or not _bias_fits(call.bias):
         return None
-    if not isinstance(call.operation, _Embedding):
+    if not isinstance(call.operation, Embedding):
         return _in_one_dtype(call)
     return call
 
@@ -76,7 +71,9 @@ def _is_plain(x: object) -> bool:
 
 
 def _bias_fits(bias: Tensor | None) -> bool:
-    return bias is None or not bias.requires_grad or type(bias) is Parameter
+    if bias is None or type(bias) is Parameter:
+        return True
+    return type(bias) is Tensor and not bias.requires_grad
 
 
 def _in_one_dtype(call: Call) -> Call | None:
@@ -95,28 +92,9 @@ def _in_one_dtype(call: Call) -> Call | None:
 _AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# Linear
-
-
-class _Linear:
-    """y[..., o] = sum_i x[..., i] weight[o, i] + bias[o]."""
-
-    __slots__ = ()
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(grad, weight)
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2))
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        return grad.flatten(0, -2).sum(0)
-
-
-_LINEAR = _Linear()
+_LINEAR = Linear()
+_WEIGHT_RIGHT = WeightRight()
+_WEIGHT_LEFT = WeightLeft()
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Call | None:
@@ -125,57 +103,6 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Call | None:
     if bias is not None and bias.dim() != 1:
         return None
     return Call(_LINEAR, input, weight, bias)
-
-
-# Matrix products
-
-
-class _WeightRight:
-    """y = x @ weight + bias; stacks of matrices broadcast."""
-
-    __slots__ = ()
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if bias is None:
-            return torch.matmul(x, weight)
-        if x.dim() == 2:
-            return torch.addmm(bias, x, weight)
-        return torch.baddbmm(bias, x, weight)
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(grad, weight.mT).sum_to_size(x.shape)
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 2:
-            return torch.mm(x.flatten(0, -2).t(), grad.flatten(0, -2))
-        return torch.matmul(x.mT, grad).sum_to_size(weight.shape)
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        return grad.clone() if grad.shape == bias.shape else grad.sum_to_size(bias.shape)
-
-
-class _WeightLeft:
-    """y = weight @ x; stacks of matrices broadcast."""
-
-    __slots__ = ()
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.matmul(weight, x)
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(weight.mT, grad).sum_to_size(x.shape)
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        if weight.dim() == 2:
-            return torch.mm(grad.mT.flatten(0, -2).t(), x.mT.flatten(0, -2))
-        return torch.matmul(grad, x.mT).sum_to_size(weight.shape)
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        raise AssertionError("no bias is ever given to a product with the weight on the left")
-
-
-_WEIGHT_RIGHT = _WeightRight()
-_WEIGHT_LEFT = _WeightLeft()
 
 
 def _matmul(input: Any, other: Any) -> Call | None:
@@ -217,30 +144,6 @@ def _are_stacks(left: Any, right: Any) -> bool:
     return bool(left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0])
 
 
-# Sums of products in index notation
-
-
-@dataclass(frozen=True, slots=True)
-class _Einsum:
-    """y = einsum("x,weight->y", x, weight), by the indices of each."""
-
-    x: str
-    weight: str
-    y: str
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.einsum(f"{self.x},{self.weight}->{self.y}", x, weight)
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum(f"{self.y},{self.weight}->{self.x}", grad, weight)
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum(f"{self.y},{self.x}->{self.weight}", grad, x)
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        raise AssertionError("no bias is ever given to einsum")
-
-
 def _einsum(equation: Any, *operands: Any) -> Call | None:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
@@ -265,51 +168,8 @@ def _einsum(equation: Any, *operands: Any) -> Call | None:
             sizes = dict(zip(terms[weight], operands[weight].shape, strict=True))
             if any(sizes.get(i, n) != n for i, n in zip(terms[x], operands[x].shape, strict=True)):
                 return None  # a dimension of size 1 that broadcasts
-            return Call(_Einsum(terms[x], terms[weight], y), operands[x], operands[weight], None)
+            return Call(Einsum(terms[x], terms[weight], y), operands[x], operands[weight], None)
     return None
-
-
-# Convolutions
-
-
-@dataclass(frozen=True, slots=True)
-class _Convolution:
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool
-    output_padding: tuple[int, ...]
-    groups: int
-
-    def _rest(self) -> tuple[Any, ...]:
-        return (
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(x, weight, bias, *self._rest())
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, x, weight, (True, False, False))[0]
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(grad, x, weight, (False, True, False))[1]
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        return grad.sum((0, *range(2, grad.dim())))
-
-    def _backward(
-        self, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]
-    ) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = torch.ops.aten.convolution_backward.default(
-            grad, x, weight, None, *self._rest(), mask
-        )
-        return results
 
 
 def _spread(value: Any, dims: int) -> tuple[int, ...]:
@@ -337,7 +197,7 @@ def _conv(
         elif padding != "same" or any(r % 2 for r in reach):
             return None  # an odd reach is padded on one side only
         padding = tuple(r // 2 for r in reach)
-    operation = _Convolution(
+    operation = Convolution(
         _spread(stride, dims), _spread(padding, dims), dilation, False, (0,) * dims, groups
     )
     return Call(operation, input, weight, bias)
@@ -356,7 +216,7 @@ def _conv_transpose(
     if not _is_trainable(weight) or input.dim() != weight.dim():
         return None
     dims = weight.dim() - 2
-    operation = _Convolution(
+    operation = Convolution(
         _spread(stride, dims),
         _spread(padding, dims),
         _spread(dilation, dims),
@@ -365,32 +225,6 @@ def _conv_transpose(
         groups,
     )
     return Call(operation, input, weight, bias)
-
-
-# Embedding
-
-
-@dataclass(frozen=True, slots=True)
-class _Embedding:
-    """y[...] = weight[x[...]]; the input is whole numbers and has no gradient."""
-
-    padding: int
-    scale_by_frequency: bool
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.embedding(weight, x, self.padding, self.scale_by_frequency, False)
-
-    def input_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        raise AssertionError("indices have no gradient")
-
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        result: Tensor = torch.ops.aten.embedding_dense_backward.default(
-            grad, x, weight.shape[0], self.padding, self.scale_by_frequency
-        )
-        return result
-
-    def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        raise AssertionError("no bias is ever given to an embedding")
 
 
 def _embedding(
@@ -411,7 +245,7 @@ def _embedding(
         return None
     elif padding_idx < 0:
         padding_idx += rows
-    return Call(_Embedding(padding_idx, scale_grad_by_freq), input, weight, None)
+    return Call(Embedding(padding_idx, scale_grad_by_freq), input, weight, None)
 
 
 _PARSERS: dict[Callable[..., Any], Callable[..., Call | None]] = {

@@ -12,15 +12,14 @@ data-parallel wrappers see it as they do in a full backward.
 
 Such a graph must go backward through the same `Deferral`: a checkpointed region is
 computed again there and has to save the same tensors. Parameters used in any other way
-get their gradient in the input half; one that is used both ways gets it in two parts,
-and its hooks fire for each.
+get their gradient in the input half. One that is used both ways gets it in two parts,
+unless it has hooks: then the first part waits for the second.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -30,15 +29,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.runtime.deferrable import Call, Operation, recognise
+from fxpipe.runtime.deferrable import Call, recognise
+from fxpipe.runtime.operations import Operation
+from fxpipe.runtime.weight_work import WeightWork, accumulate, add, check_version, only, sum_up
 
 __all__ = ["Deferral", "can_defer"]
 
-# Weight gradients wait together until they are this many bytes; one call of autograd
-# then adds them all. Small layers share the cost of the call, large ones do not pile up.
-_BATCH_BYTES = 1 << 24
-
-# Makes the output of a deferred operation require a gradient when its input does not.
+# An input of every deferred operation. Its output requires a gradient even if nothing else
+# does, and who asks autograd for the gradient of the anchor gets all of them executed.
 _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 
 
@@ -69,13 +67,18 @@ class Deferral(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._works: list[_Work] = []
+        self._works: list[WeightWork] = []
         # Where a backward leaves its work: a list, or None to do it at once. None is right
         # during the forward: who calls backward there expects the gradient afterwards.
-        self._sink: list[_Work] | None = None
+        self._sink: list[WeightWork] | None = None
         self._depth = 0
+        self._deferred: dict[int, Parameter] = {}
+        self._aside: dict[int, _Aside] = {}
 
     def __enter__(self) -> Self:
+        if self._depth == 0 and self._sink is not None:
+            for parameter in self._deferred.values():
+                self._set_aside(parameter)
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -83,8 +86,10 @@ class Deferral(TorchFunctionMode):
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         self._depth -= 1
-        if self._depth == 0:  # the forward is over; what comes now is its backward
-            self._sink = self._works
+        if self._depth == 0:
+            self._sink = self._works  # the forward is over; what comes now is its backward
+            while self._aside:
+                self._works += self._aside.popitem()[1].put_back()
 
     def __torch_function__(
         self,
@@ -117,17 +122,36 @@ class Deferral(TorchFunctionMode):
     def run(self) -> None:
         """Compute the weight gradients and add them to the parameters, each once."""
         works, self._works = self._works, []
-        _accumulate(works)
+        accumulate(works)
 
     def _defer(self, call: Call) -> Tensor:
         operation, x, weight, bias = call
+        for parameter in (weight, bias):
+            if type(parameter) is Parameter and id(parameter) not in self._deferred:
+                self._deferred[id(parameter)] = parameter
+                if self._sink is not None:  # first met when a checkpointed region runs again
+                    self._set_aside(parameter)
         node = _Node(self, operation, weight, weight._version, bias)
-        output: Tensor = _apply(None if x.requires_grad else _ANCHOR, x, node)
+        output: Tensor = _apply(_ANCHOR, x, node)
         return output
 
-    def _collect(self, work: _Work) -> None:
+    def _set_aside(self, parameter: Parameter) -> None:
+        """Let hooks wait for the weight half, whatever else gives this parameter a gradient."""
+        hooks = [
+            registered
+            for registered in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            if registered
+        ]
+        if hooks:
+            entries = [(registered, dict(registered)) for registered in hooks]
+            self._aside[id(parameter)] = _Aside(parameter, parameter.grad, entries)
+            parameter.grad = None
+            for registered in hooks:
+                registered.clear()
+
+    def _collect(self, work: WeightWork) -> None:
         if self._sink is None:
-            _accumulate([work])
+            accumulate([work])
         else:
             self._sink.append(work)
 
@@ -146,13 +170,13 @@ class Deferral(TorchFunctionMode):
             with self:
                 torch.autograd.backward(_edges(roots), grads, **options)
             return
-        works: list[_Work] = []
+        works: list[WeightWork] = []
         outer, self._sink = self._sink, works
         try:
-            torch.autograd.backward(roots, grads, inputs=inputs, **options)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, grads, inputs=[*inputs, _ANCHOR], **options)  # type: ignore[arg-type]
         finally:
             self._sink = outer
-        for work in _only(works, inputs):
+        for work in only(works, inputs):
             self._collect(work)
 
     def _inner_tensor_backward(
@@ -171,13 +195,13 @@ class Deferral(TorchFunctionMode):
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad` as a module calls it: none of its work is left for later."""
-        works: list[_Work] = []
+        works: list[WeightWork] = []
         outer, self._sink = self._sink, works
         try:
             with self:
-                found: Sequence[Tensor | None] = torch.autograd.grad(
+                *found, _ = torch.autograd.grad(
                     _edges(outputs),
-                    _edges(inputs),
+                    _edges([*inputs, _ANCHOR]),
                     create_graph=create_graph,
                     allow_unused=True,
                     **options,
@@ -185,8 +209,8 @@ class Deferral(TorchFunctionMode):
         finally:
             self._sink = outer
         with torch.set_grad_enabled(create_graph):
-            sums = {id(parameter): total for parameter, total in _sums(_only(works, inputs))}
-            grads = [_add(sums.get(id(x)), grad) for x, grad in zip(inputs, found, strict=True)]
+            sums = {id(parameter): total for parameter, total in sum_up(only(works, inputs))}
+            grads = [add(sums.get(id(x)), grad) for x, grad in zip(inputs, found, strict=True)]
             if materialize_grads:
                 grads = [
                     torch.zeros_like(x, requires_grad=create_graph)
@@ -235,7 +259,7 @@ class _Deferred(torch.autograd.Function):
     """An operation whose backward gives the input gradient and notes the rest."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor | None, x: Tensor, node: _Node) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, node: _Node) -> Tensor:
         ctx.node = node
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
@@ -248,10 +272,11 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
         if grad is None:
             return None, None, None
+        (x,) = ctx.saved_tensors  # may compute a checkpointed region again: with the mode on
         if torch.is_grad_enabled():  # a graph of this backward is wanted, so watch it as well
-            return None, _step(ctx, grad), None
+            return None, _step(ctx, x, grad), None
         with torch._C.DisableTorchFunction():
-            return None, _step(ctx, grad), None
+            return None, _step(ctx, x, grad), None
 
 
 # Function.apply itself only adds what functorch and dynamo need, for a third of the time of
@@ -263,132 +288,36 @@ def _cast(weight: Tensor, x: Tensor) -> Tensor:
     return weight if weight.dtype is x.dtype or not x.is_floating_point() else weight.to(x.dtype)
 
 
-def _step(ctx: Any, grad: Tensor) -> Tensor | None:
+def _step(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
     deferral, operation, weight, weight_version, bias = ctx.node
-    (x,) = ctx.saved_tensors
     input_grad = None
     if ctx.needs_input_grad[1]:
-        _check_version(weight, weight_version, "a weight")
+        check_version(weight, weight_version, "a weight")
         input_grad = operation.input_grad(grad, x, _cast(weight, x))
     if x.requires_grad and not torch.is_grad_enabled():
         x = x.detach()  # or it would keep the graph behind it alive
     trains_bias = bias is not None and bias.requires_grad
     deferral._collect(
-        _Work(operation, x, x._version, grad, grad._version, weight, bias if trains_bias else None)
+        WeightWork(
+            operation, x, x._version, grad, grad._version, weight, bias if trains_bias else None
+        )
     )
     return input_grad
 
 
-def _check_version(tensor: Tensor, version: int, what: str) -> None:
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {what} of shape {list(tensor.shape)} is at version {tensor._version}, "
-            f"version {version} was expected; write to a copy instead"
-        )
+class _Aside(NamedTuple):
+    """A parameter whose gradient and hooks were taken away while the input half runs."""
 
+    parameter: Parameter
+    grad: Tensor | None
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]]
 
-class _Work(NamedTuple):
-    """What the gradients of one weight and its bias need; None: not wanted."""
-
-    operation: Operation
-    x: Tensor
-    x_version: int
-    grad: Tensor
-    grad_version: int
-    weight: Parameter | None
-    bias: Parameter | None
-
-    def parameters(self) -> list[Parameter]:
-        return [p for p in (self.weight, self.bias) if p is not None]
-
-    def grads(self) -> Iterator[tuple[Parameter, Tensor]]:
-        _check_version(self.x, self.x_version, "an input")
-        _check_version(self.grad, self.grad_version, "an output gradient")
-        if self.weight is not None:
-            weight = self.weight
-            yield weight, self.operation.weight_grad(self.grad, self.x, weight).to(weight.dtype)
-        if self.bias is not None:
-            yield self.bias, self.operation.bias_grad(self.grad, self.bias).to(self.bias.dtype)
-
-
-def _only(works: list[_Work], inputs: Sequence[Tensor | GradientEdge]) -> list[_Work]:
-    """The part of the work that belongs to parameters among `inputs`."""
-    wanted = {id(x) for x in inputs}
-    kept = [
-        work._replace(
-            weight=work.weight if id(work.weight) in wanted else None,
-            bias=work.bias if id(work.bias) in wanted else None,
-        )
-        for work in works
-    ]
-    return [work for work in kept if work.parameters()]
-
-
-def _sums(works: list[_Work]) -> Iterator[tuple[Parameter, Tensor]]:
-    """Each parameter with its whole gradient, as soon as that is known; empties `works`."""
-    uses = Counter(parameter for work in works for parameter in work.parameters())
-    sums: dict[Parameter, Tensor] = {}
-    works.reverse()
-    while works:
-        for parameter, grad in works.pop().grads():
-            sums[parameter] = grad if parameter not in sums else _plus(sums[parameter], grad)
-            del grad  # autograd takes a gradient over without a copy if nobody else holds it
-            uses[parameter] -= 1
-            if not uses[parameter]:
-                yield parameter, sums.pop(parameter)
-
-
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return _plus(left, right)
-
-
-def _plus(left: Tensor, right: Tensor) -> Tensor:
-    return left + right if torch.is_grad_enabled() else left.add_(right)
-
-
-def _accumulate(works: list[_Work]) -> None:
-    parameters: list[Parameter] = []
-    grads: list[Tensor] = []
-    size = 0
-    with torch.no_grad():
-        for parameter, grad in _sums(works):
-            if not parameter.requires_grad:
-                continue  # frozen since the forward
-            parameters.append(parameter)
-            grads.append(grad)
-            size += grad.nbytes
-            del grad
-            if size > _BATCH_BYTES:
-                _hand_over(parameters, grads)
-                size = 0
-    _hand_over(parameters, grads)
-
-
-def _hand_over(parameters: list[Parameter], grads: list[Tensor]) -> None:
-    """Give each parameter its gradient as a backward would; empties both lists."""
-    if parameters:
-        with torch.enable_grad():
-            root: Tensor = _source(grads, *parameters)
-        parameters.clear()
-        torch.autograd.backward([root])
-
-
-class _Source(torch.autograd.Function):
-    """A node whose backward puts out gradients that are already known."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *parameters: Parameter) -> Tensor:
-        ctx.grads = grads
-        return parameters[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = (None, *ctx.grads)
-        ctx.grads.clear()
-        return grads
-
-
-_source: Any = _Source.apply
+    def put_back(self) -> list[WeightWork]:
+        """Restore the parameter; the gradient it got meanwhile becomes work for later."""
+        found, self.parameter.grad = self.parameter.grad, self.grad
+        for registered, entries in self.hooks:
+            registered.update(entries)
+        if found is None:
+            return []
+        version = found._version
+        return [WeightWork(None, found, version, found, version, self.parameter, None)]

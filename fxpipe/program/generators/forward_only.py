@@ -1,7 +1,8 @@
 """Forwards alone, for evaluation, on any placement of stages.
 
-A rank always takes the microbatch that is deepest in the model, so microbatches
-leave as soon as they can and few of them are under way.
+On a loop of ranks microbatches go through a rank's stages in rounds, as in
+interleaved 1F1B. On any other placement a rank takes the ready microbatch that is
+deepest in the model, so that microbatches leave as soon as they can.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from heapq import heappop, heappush
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
+from fxpipe.program.generators.one_f_one_b import round_sizes
 from fxpipe.program.generators.sizes import ANY, check_sizes
 from fxpipe.program.program import Placement, Program
 
@@ -19,10 +21,13 @@ __all__ = ["forward_only", "forward_only_on"]
 def forward_only(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     """Run every forward and nothing else, with stages placed on a loop of ranks.
 
-    Two ranks, four stages, three microbatches:
+    Two ranks, four stages, five microbatches:
 
-        rank 0: 0F0 0F1 2F0 2F1 0F2 2F2
-        rank 1: 1F0 1F1 3F0 3F1 1F2 3F2
+        rank 0: 0F0 0F1 0F2 2F0 2F1 2F2 0F3 0F4 2F3 2F4
+        rank 1: 1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4
+
+    With p ranks, m >= p microbatches and v stages per rank, (p - 1) / (m v + p - 1) of
+    the time is idle, the least that a pipeline can wait.
 
     Raises:
         ScheduleError: the stages do not spread evenly, or a count below one.
@@ -46,6 +51,23 @@ def forward_only_on(placement: Placement, num_microbatches: int) -> Program:
         raise ScheduleError(
             f"ForwardOnly needs at least 1 microbatch, got num_microbatches={num_microbatches}"
         )
+    num_ranks, num_stages = placement.num_ranks, placement.num_stages
+    is_loop = num_stages % num_ranks == 0 and placement == Placement.loop(num_ranks, num_stages)
+    ranks = (_in_rounds if is_loop else _deepest_first)(placement, num_microbatches)
+    return Program.of(placement, num_microbatches, ranks, name="ForwardOnly")
+
+
+def _in_rounds(placement: Placement, num_microbatches: int) -> list[list[Action]]:
+    ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    start = 0
+    for size in round_sizes(placement.num_ranks, num_microbatches):
+        for stage, rank in enumerate(placement.stage_to_rank):
+            ranks[rank] += [Action(Kind.FORWARD, stage, start + step) for step in range(size)]
+        start += size
+    return ranks
+
+
+def _deepest_first(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     last = placement.num_stages - 1
     stage_to_rank = placement.stage_to_rank
     ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
@@ -64,4 +86,4 @@ def forward_only_on(placement: Placement, num_microbatches: int) -> Program:
             if stage < last:
                 heappush(ready[stage_to_rank[stage + 1]], (-stage - 1, microbatch))
         left -= len(done)
-    return Program.of(placement, num_microbatches, ranks, name="ForwardOnly")
+    return ranks

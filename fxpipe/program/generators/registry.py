@@ -91,7 +91,7 @@ _INFOS = (
         placement_style="loop",
         stages_per_rank=ANY,
         splits_backward=False,
-        description="Forwards alone; a rank takes the microbatch that is deepest in the model.",
+        description="Forwards alone, on any placement of stages.",
         when_to_use="Evaluation and inference.",
     ),
     ScheduleInfo(

@@ -32,10 +32,10 @@ from fxpipe.program.program import Placement
 
 GOLDEN = {
     forward_only: (
-        (2, 4, 3),
+        (2, 4, 5),
         """\
-        rank 0: 0F0 0F1 2F0 2F1 0F2 2F2
-        rank 1: 1F0 1F1 3F0 3F1 1F2 3F2""",
+        rank 0: 0F0 0F1 0F2 2F0 2F1 2F2 0F3 0F4 2F3 2F4
+        rank 1: 1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4""",
     ),
     gpipe: (
         (2, 2, 3),

@@ -458,6 +458,18 @@ def test_spec_for_a_missing_value_is_fine():
     assert kwargs == [{"mask": None}] * 2
 
 
+def test_spec_for_a_field_that_is_none_is_fine():
+    # Model outputs and registered dataclasses leave out what is None when they are opened.
+    inputs = BaseModelOutput(last_hidden_state=X)
+    spec = {"last_hidden_state": None, "hidden_states": TensorChunkSpec(1)}
+
+    args, _ = split_args_kwargs_into_chunks((inputs,), {}, 2, (spec,))
+
+    assert same(args[1][0], BaseModelOutput(last_hidden_state=BOTTOM))
+    with pytest.raises(InputError, match=r"args_chunk_spec\[0\] names 'hidden', but args\[0\] has"):
+        split_args_kwargs_into_chunks((inputs,), {}, 2, ({"hidden": TensorChunkSpec(1)},))
+
+
 SPEC_FAULTS = {
     "misspelt": (
         (None, {"maks": Replicate()}),

@@ -111,7 +111,7 @@ def child_specs(spec: Any, node: Node, *, said: str, of: str, faults: list[str])
         return list(given.children)
     else:
         by_key = dict(zip(given.keys, given.children, strict=True))
-        unknown = [key for key in by_key if key not in node.keys]
+        unknown = [key for key in by_key if key not in node.keys and key not in node.absent]
         faults.extend(f"{said} names {key!r}, but {of} {_has(key, node)}" for key in unknown)
         return [by_key.get(key) for key in node.keys]
     return [None] * count

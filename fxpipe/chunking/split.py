@@ -294,6 +294,11 @@ def _deal(trees: Sequence[Tree], chunks: int, rows: Sequence[int] | None) -> Dea
             "that are split must be sharded alike:" + _lines(lines)
         )
     if rows is None:
+        if 0 in dealt[0][1].rows:
+            raise InputError(
+                f"{sum(shards)} rows in shards of {_numbers(shards)} ({dealt[0][0]}) cannot be "
+                f"split into {chunks} microbatches: the largest shard has {max(shards)} rows"
+            )
         return dealt[0][1]
     if len(shards) > 1 and dealt[0][1].rows != tuple(rows):
         raise InputError(

@@ -27,6 +27,7 @@ class Node(NamedTuple):
     keys: Sequence[Any]
     children: Sequence[Any]
     rebuild: Callable[[list[Any]], Any]
+    absent: Sequence[Any] = ()  # fields that are None and that its class leaves out
 
 
 Path = tuple[tuple[Node, int], ...]
@@ -98,7 +99,10 @@ def _open_registered(value: Any) -> Node:
             style, keys = "key", [entry.key for entry in entries]
         elif all(isinstance(entry, _pytree.GetAttrKey) for entry in entries):
             style, keys = "attr", [entry.name for entry in entries]
-    return Node(style, keys, children, lambda new: definition.unflatten_fn(new, context))
+    absent = []
+    if dataclasses.is_dataclass(value):
+        absent = [field.name for field in dataclasses.fields(value) if field.name not in keys]
+    return Node(style, keys, children, lambda new: definition.unflatten_fn(new, context), absent)
 
 
 def _replace_fields(value: Any, names: list[str], new: list[Any]) -> Any:

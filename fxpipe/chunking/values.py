@@ -99,9 +99,20 @@ def deal_of(value: Any, dim: int, chunks: int) -> Deal:
     if value.layout != torch.strided or value.is_nested:
         kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
         raise InputError(f"a {kind} tensor cannot be split without a copy: pass a dense tensor")
-    shards = _shards(value.size(dim), value, dim) if is_dtensor(value) else (value.size(dim),)
-    rows = tuple(map(sum, zip(*(even_parts(shard, chunks) for shard in shards), strict=True)))
-    return Deal(rows, shards)
+    size = int(value.size(dim))
+    if not is_dtensor(value):
+        return Deal(even_parts(size, chunks), (size,))
+    shards = _shards(size, value, dim)
+    dealt = list(zip(*(even_parts(shard, chunks) for shard in shards), strict=True))
+    # Always so with one mesh dimension; with two, uneven shards may be dealt in a way
+    # that no DTensor of that size has.
+    if any(parts != _shards(sum(parts), value, dim) for parts in dealt):
+        numbers = ", ".join(map(str, shards))
+        raise InputError(
+            f"a DTensor with shards of {numbers} rows cannot be split into {chunks} shard by "
+            "shard: redistribute it first, or choose a batch size that divides evenly"
+        )
+    return Deal(tuple(map(sum, dealt)), shards)
 
 
 def cut(value: Any, dim: int, rows: Sequence[int]) -> list[Any]:

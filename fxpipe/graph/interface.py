@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import sympy
 import torch
@@ -42,6 +43,7 @@ class TensorSpec:
     shape: tuple[Dim, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    is_atom: ClassVar[bool] = True  # inside a nested value it stands for a tensor
 
     def __post_init__(self) -> None:
         if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):

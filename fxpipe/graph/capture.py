@@ -1,0 +1,214 @@
+"""Turn a model and example inputs into a `TracedGraph`.
+
+In:  a module, one microbatch of example inputs, which modules to open and where
+     the user asked for splits.
+Out: a graph in which every module that was not opened is one call, with the
+     inputs by name, symbolic sizes, and the user's split points as nodes.
+
+The model runs once (or a few times) on fake tensors; it and the process are left
+as they were. Sizes are tried as symbols; where the model does not take that, the
+batch alone is tried, then plain numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpipe.errors import FxpipeError, SplitError
+from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device
+from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
+from fxpipe.graph.intercept import intercepted
+from fxpipe.graph.markers import SplitPoint, listening
+from fxpipe.graph.preserve import preserved
+from fxpipe.graph.shapes import InputDim, Sizes, all_dims, batch_dims
+from fxpipe.graph.structure import map_leaves, walk
+from fxpipe.graph.trace import Trace
+
+__all__ = ["TracedGraph", "capture"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedGraph:
+    """A model as a graph of leaf calls and torch functions.
+
+    Every node with tensors in its output has `meta["spec"]`: the output with a
+    `TensorSpec` for each tensor. Sizes among the arguments are sympy expressions.
+    """
+
+    module: nn.Module
+    graph: fx.Graph
+    inputs: InputSignature
+    symbols: tuple[str, ...]
+    opened: frozenset[str]
+    autocast: bool
+
+    def node_specs(self) -> dict[str, Any]:
+        """Return the output spec of each node, by node name."""
+        return {node.name: node.meta.get("spec") for node in self.graph.nodes}
+
+
+def capture(
+    module: nn.Module,
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    opened: Collection[str] = ("",),
+    splits: Mapping[str, SplitPoint] | None = None,
+) -> TracedGraph:
+    """Capture a model; see the module's docstring.
+
+    Raises:
+        TraceError: opened code cannot be captured.
+        SplitError: a module named in `splits` is never called.
+    """
+    call = (tuple(args), dict(kwargs or {}))
+    named = name_call(parameters_of(module), *call)
+    attempts: list[Callable[[], dict[InputDim, str]]] = [
+        lambda: all_dims(named),
+        lambda: batch_dims(named),
+        dict,
+    ]
+    opened = set(opened)
+    failure: Exception | None = None
+    for attempt in attempts:
+        try:
+            return _capture(module, call, named, opened, splits or {}, attempt())
+        except FxpipeError:
+            raise
+        except Exception as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def _capture(
+    module: nn.Module,
+    call: tuple[Any, Any],
+    named: dict[str, Any],
+    opened: set[str],
+    splits: Mapping[str, SplitPoint],
+    dims: Mapping[InputDim, str],
+) -> TracedGraph:
+    while True:
+        result, wanted = _trace_once(module, call, named, opened, splits, dims)
+        if not wanted - opened:
+            return result
+        opened |= wanted
+
+
+def _trace_once(
+    module: nn.Module,
+    call: tuple[Any, Any],
+    named: dict[str, Any],
+    opened: set[str],
+    splits: Mapping[str, SplitPoint],
+    dims: Mapping[InputDim, str],
+) -> tuple[TracedGraph, set[str]]:
+    mode = fake_mode()
+    sizes = Sizes(mode, dims)
+    with ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        state = FakeState(mode, module, all_trainable=True)
+        stack.enter_context(state.fake())
+        trace = Trace(module, mode, sizes, state, opened, splits)
+        fakes = sizes.fake(named, on_trace_device)
+        _place_inputs(trace, fakes)
+        trace.tape.trace_devices = _devices(state, named)
+        stack.enter_context(intercepted(module, trace))
+        stack.enter_context(listening(trace.on_pipe_split))
+        stack.enter_context(mode)
+        with trace:
+            args, kwargs = _refill(call, named, fakes)
+            output = module(*args, **kwargs)
+        trace.finish(output)
+    if not trace.wanted - opened:
+        _check_called(splits, trace.called)
+    return _finished(module, trace, sizes, fakes, opened), trace.wanted
+
+
+def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
+    for name, value in fakes.items():
+        if any(isinstance(leaf, torch.Tensor) for _, leaf in walk(value)):
+            node = trace.tape.graph.placeholder(name)
+            node.meta["input"] = True
+            trace.tape.adopt(node, value)
+
+
+def _devices(state: FakeState, named: Mapping[str, Any]) -> frozenset[torch.device]:
+    tensors = [*state.real_of.values()]
+    tensors += [leaf for _, leaf in walk(dict(named)) if isinstance(leaf, torch.Tensor)]
+    return frozenset(on_trace_device(tensor) for tensor in tensors)
+
+
+def _refill(call: tuple[Any, Any], named: Mapping[str, Any], fakes: Mapping[str, Any]) -> Any:
+    fake_of: dict[int, Any] = {}
+    for (_, real), (_, fake) in zip(walk(dict(named)), walk(dict(fakes)), strict=True):
+        if isinstance(real, torch.Tensor):
+            fake_of[id(real)] = fake
+    by_value = {id(named[name]): fakes[name] for name in named}
+
+    def one(value: Any) -> Any:
+        if id(value) in by_value:
+            return by_value[id(value)]
+        return map_leaves(lambda leaf: fake_of.get(id(leaf), leaf), value)
+
+    args, kwargs = call
+    return tuple(one(arg) for arg in args), {name: one(value) for name, value in kwargs.items()}
+
+
+def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
+    never = [name for name in splits if name not in called]
+    if never:
+        raise SplitError(
+            "split_spec names modules that are never called with these inputs: "
+            + ", ".join(map(repr, never))
+            + "\nname a module whose forward runs (for a ModuleList, one of its entries)"
+        )
+
+
+def _finished(
+    module: nn.Module, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any], opened: set[str]
+) -> TracedGraph:
+    graph = trace.tape.graph
+    for node in graph.nodes:
+        if "val" in node.meta:
+            value = node.meta.pop("val")
+            node.meta["spec"] = map_leaves(lambda leaf: _described(sizes, leaf), value)
+        node.args = _plain_sizes(node.args, sizes)
+        node.kwargs = _plain_sizes(node.kwargs, sizes)
+    example = spec_inputs(fakes, sizes.spec)
+    signature = InputSignature(parameters_of(module), example, sizes.conditions())
+    return TracedGraph(module, graph, signature, sizes.free(), frozenset(opened), _autocast_is_on())
+
+
+def _autocast_is_on() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def _described(sizes: Sizes, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return sizes.spec(leaf)
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return sizes.plain(leaf.node.expr)
+    return leaf
+
+
+def _plain_sizes(args: Any, sizes: Sizes) -> Any:
+    if isinstance(args, sympy.Basic):
+        return sizes.plain(args)
+    if isinstance(args, (tuple, list)):
+        return type(args)(_plain_sizes(arg, sizes) for arg in args)
+    if isinstance(args, dict):
+        return {key: _plain_sizes(arg, sizes) for key, arg in args.items()}
+    if isinstance(args, slice):
+        return slice(*(_plain_sizes(part, sizes) for part in (args.start, args.stop, args.step)))
+    return args

@@ -1,0 +1,239 @@
+"""Run any module on tensors without data, without anybody noticing.
+
+`probe` gives the outputs of a module as fake tensors: no hooks fire, and buffers,
+random states, parameters, flags and attributes stay as they are. A module whose
+Python code needs values (an expert loop, `.item()`) cannot run on fakes; it runs
+once on made-up tensors of the right sizes, with all its state saved and restored.
+
+`FakeState` is the trick: for the time of a trace every parameter, buffer and
+tensor attribute of a model is replaced by a fake one, so nothing real can be
+changed, and a model on the meta device counts as being on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxpipe.graph.intercept import intercepted
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.preserve import preserved, preserved_values
+from fxpipe.graph.structure import map_leaves
+
+__all__ = ["FakeState", "Quiet", "fake_mode", "grown", "on_trace_device", "probe", "run_real"]
+
+_CPU = torch.device("cpu")
+
+
+def probe(
+    module: nn.Module, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what the module returns, with a fake tensor for each tensor.
+
+    `args` and `kwargs` may hold real tensors, fake tensors or `TensorSpec`s.
+    """
+    inputs = (tuple(args), dict(kwargs or {}))
+    mode = _mode_of(inputs) or fake_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(intercepted(module, Quiet()))
+        stack.enter_context(torch.inference_mode(False))
+        state = FakeState(mode, module, all_trainable=False)
+        stack.enter_context(state.fake())
+        with mode:
+            fakes = map_leaves(_faked, inputs)
+            try:
+                return module(*fakes[0], **fakes[1])
+            except Exception as error:
+                failure = error
+        with state.real():
+            return run_real(mode, module, module, *fakes, failure)
+
+
+class Quiet:
+    """A seer that lets everything happen, without hooks."""
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_decision(self, value: Any) -> None: ...
+
+    def on_training(self, module: nn.Module) -> None: ...
+
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+
+    def on_autocast(self, region: Any, entering: bool) -> None: ...
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a fake mode with symbolic sizes that takes stray real tensors as they come."""
+    env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def on_trace_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device a tensor counts as being on during a trace."""
+    return _CPU if tensor.is_meta else tensor.device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """One place where a module keeps a tensor."""
+
+    place: dict[str, Any]
+    key: str
+    real: torch.Tensor
+    fake: torch.Tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        self.place[self.key] = tensor
+
+
+class FakeState:
+    """The parameters, buffers and tensor attributes of a model, and fakes for them."""
+
+    def __init__(self, mode: FakeTensorMode, module: nn.Module, *, all_trainable: bool) -> None:
+        self._mode = mode
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._slots: list[_Slot] = []
+        self.real_of: dict[int, torch.Tensor] = {}
+        self._all_trainable = all_trainable
+        with mode:
+            for part in module.modules():
+                for place in (part._parameters, part._buffers, part.__dict__):
+                    self._slots += self._slots_in(place)
+
+    def _slots_in(self, place: dict[str, Any]) -> Iterator[_Slot]:
+        for key, value in place.items():
+            if isinstance(value, torch.Tensor) and _is_plain(value):
+                yield _Slot(place, key, value, self._fake_of(value))
+
+    def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
+        if id(real) not in self._fakes:
+            made = torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype, device=on_trace_device(real)
+            )
+            if isinstance(real, nn.Parameter):
+                wanted = real.requires_grad or (self._all_trainable and _is_float(real))
+                made = nn.Parameter(made, requires_grad=wanted)
+            elif real.requires_grad:
+                made = grown(made)
+            self._fakes[id(real)] = made
+            self.real_of[id(made)] = real
+        return self._fakes[id(real)]
+
+    @contextlib.contextmanager
+    def fake(self) -> Iterator[None]:
+        """Have the model hold fakes; `preserved` around it puts everything back."""
+        for slot in self._slots:
+            slot.put(slot.fake)
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.put(slot.real)
+
+    @contextlib.contextmanager
+    def real(self) -> Iterator[None]:
+        """Have the model hold its own tensors again, for a run on real ones."""
+        for slot in self._slots:
+            slot.put(slot.real)
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.put(slot.fake)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, nn.Buffer)
+    return is_known and tensor.layout is torch.strided
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _mode_of(inputs: Any) -> FakeTensorMode | None:
+    found: list[FakeTensorMode] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            found.append(leaf.fake_mode)
+        return leaf
+
+    map_leaves(look, inputs)
+    return found[0] if found else None
+
+
+def _faked(leaf: Any) -> Any:
+    if isinstance(leaf, FakeTensor):
+        return leaf
+    if isinstance(leaf, TensorSpec):
+        shape = [int(size) for size in leaf.shape]
+        made = torch.empty(shape, dtype=leaf.dtype, device=_CPU)
+        return grown(made) if leaf.requires_grad else made
+    if isinstance(leaf, torch.Tensor):
+        made = torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on_trace_device(leaf)
+        )
+        return grown(made) if leaf.requires_grad else made
+    return leaf
+
+
+def grown(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like this one that has a history, so code may change it in place."""
+    return tensor.requires_grad_(True) * 1
+
+
+def run_real(
+    mode: FakeTensorMode,
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    failure: BaseException,
+) -> Any:
+    """Run a module on made-up real tensors and return its outputs as fake ones.
+
+    Raises:
+        the given failure: the module fails on real tensors as well.
+    """
+    memo: dict[int, torch.Tensor] = {}
+
+    def real(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return int(leaf)
+        if isinstance(leaf, FakeTensor):
+            if id(leaf) not in memo:
+                memo[id(leaf)] = _made_up(leaf)
+            return memo[id(leaf)]
+        return leaf
+
+    with preserved_values(module):
+        try:
+            result = call(*map_leaves(real, args), **map_leaves(real, kwargs))
+        except Exception as error:
+            raise failure from error
+    with mode:
+        return map_leaves(_faked, result)
+
+
+def _made_up(fake: FakeTensor) -> torch.Tensor:
+    shape = [int(size) for size in fake.shape]
+    if _is_float(fake):
+        made = torch.randn(shape, dtype=torch.float32, device=fake.device).to(fake.dtype)
+        return grown(made) if fake.requires_grad else made
+    if fake.dtype == torch.bool:
+        return torch.ones(shape, dtype=torch.bool, device=fake.device)
+    return torch.zeros(shape, dtype=fake.dtype, device=fake.device)

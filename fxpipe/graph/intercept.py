@@ -1,0 +1,242 @@
+"""See every module call of this thread, for the time of a trace.
+
+`intercepted(module, seer)` patches `nn.Module.__call__` (and the overrides of it
+among the model's classes) and a few other entry points, and undoes all of it on
+exit. The seer decides what a call does; `run_forward` is what an ordinary call
+becomes while it is watched: the forward without the user's hooks, so that a
+trace fires none of them. Hooks that belong to a library's own machinery (weight
+norm, Hugging Face output capturing) are part of what the forward means and do run.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+__all__ = ["Seer", "intercepted", "run_forward", "user_hooks"]
+
+Call = Callable[..., Any]
+
+
+class Seer(Protocol):
+    """What watches a trace."""
+
+    def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any: ...
+
+    def on_function(self, function: type, call: Call, args: Any, kwargs: Any) -> Any: ...
+
+    def on_decision(self, value: Any) -> None: ...
+
+    def on_training(self, module: nn.Module) -> None: ...
+
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+
+    def on_autocast(self, region: Any, entering: bool) -> None: ...
+
+
+@contextmanager
+def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
+    """Report the calls of this thread to `seer` until exit."""
+    thread = threading.get_ident()
+
+    def here() -> bool:
+        return threading.get_ident() == thread
+
+    with ExitStack() as stack:
+        for kind in _callable_classes(module):
+            original = kind.__dict__["__call__"]
+            stack.enter_context(_patched(kind, "__call__", _watched_call(original, seer, here)))
+        function = torch.autograd.Function
+        apply = function.__dict__["apply"]
+        stack.enter_context(_patched(function, "apply", _watched_apply(apply, seer, here)))
+        for kind, names in (
+            (torch.SymBool, ("__bool__",)),
+            (torch.SymInt, ("__bool__", "__int__", "__index__")),
+            (torch.SymFloat, ("__bool__", "__int__", "__float__")),
+        ):
+            for name in names:
+                if name in kind.__dict__:
+                    watched = _watched_decision(kind.__dict__[name], seer, here)
+                    stack.enter_context(_patched(kind, name, watched))
+        stack.enter_context(_patched(nn.Module, "training", _training(seer, here)))
+        autocast = torch.amp.autocast_mode.autocast
+        for name, entering in (("__enter__", True), ("__exit__", False)):
+            watched = _watched_autocast(autocast.__dict__[name], seer, here, entering)
+            stack.enter_context(_patched(autocast, name, watched))
+        checkpoint = sys.modules["torch.utils.checkpoint"]
+        generator = _watched_checkpoint(
+            checkpoint._checkpoint_without_reentrant_generator, seer, here
+        )
+        stack.enter_context(
+            _patched(checkpoint, "_checkpoint_without_reentrant_generator", generator)
+        )
+        yield
+
+
+def run_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run a module's forward with the hooks of libraries, without those of users."""
+    original = getattr(module, "_orig_mod", None)
+    if isinstance(original, nn.Module) and type(module).__name__ == "OptimizedModule":
+        return original(*args, **kwargs)
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if not _is_library_hook(hook):
+            continue
+        if key in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    result = module.forward(*args, **kwargs)
+    for key, hook in list(module._forward_hooks.items()):
+        if not _is_library_hook(hook):
+            continue
+        if key in module._forward_hooks_with_kwargs:
+            changed = hook(module, args, kwargs, result)
+        else:
+            changed = hook(module, args, result)
+        if changed is not None:
+            result = changed
+    return result
+
+
+def user_hooks(module: nn.Module) -> int:
+    """Count the hooks of a module that a trace leaves out."""
+    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    backward = len(module._backward_hooks) + len(module._backward_pre_hooks)
+    return backward + sum(not _is_library_hook(hook) for hook in forward)
+
+
+_LIBRARIES = ("torch.nn.utils.", "transformers.")
+
+
+def _is_library_hook(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith(_LIBRARIES)
+
+
+def _callable_classes(module: nn.Module) -> list[type]:
+    kinds: dict[type, None] = {nn.Module: None}
+    for kind in {type(part) for part in module.modules()}:
+        for parent in kind.__mro__:
+            if "__call__" in parent.__dict__ and issubclass(parent, nn.Module):
+                kinds[parent] = None
+    return list(kinds)
+
+
+@contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = owner.__dict__.get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    is_base = original is nn.Module.__dict__["__call__"]
+
+    @functools.wraps(original)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not here():
+            return original(self, *args, **kwargs)
+        if is_base:
+            return seer.on_module(self, lambda *a, **k: run_forward(self, a, k), args, kwargs)
+        return seer.on_module(self, functools.partial(original, self), args, kwargs)
+
+    return call
+
+
+def _watched_apply(original: Any, seer: Seer, here: Callable[[], bool]) -> Any:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call = original.__get__(None, cls)
+        return seer.on_function(cls, call, args, kwargs) if here() else call(*args, **kwargs)
+
+    return classmethod(apply)
+
+
+def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    @functools.wraps(original)
+    def decide(self: Any) -> Any:
+        if here():
+            seer.on_decision(self)
+        return original(self)
+
+    return decide
+
+
+def _training(seer: Seer, here: Callable[[], bool]) -> property:
+    def get(self: nn.Module) -> Any:
+        if here():
+            seer.on_training(self)
+        try:
+            return self.__dict__["training"]
+        except KeyError:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute 'training'"
+            ) from None
+
+    def put(self: nn.Module, value: bool) -> None:
+        self.__dict__["training"] = value
+
+    return property(get, put)
+
+
+def _watched_autocast(original: Call, seer: Seer, here: Callable[[], bool], entering: bool) -> Call:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any) -> Any:
+        if here():
+            seer.on_autocast(self, entering)
+        return original(self, *args)
+
+    return step
+
+
+def _watched_checkpoint(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    @functools.wraps(original)
+    def generator(
+        fn: Any,
+        preserve: bool = True,
+        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
+        determinism: str = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Iterator[None]:
+        if not here():
+            yield from original(
+                fn, preserve, context_fn, determinism, debug, early_stop, *args, **kwargs
+            )
+            return
+        options = {
+            "preserve_rng_state": preserve,
+            "context_fn": context_fn,
+            "determinism_check": determinism,
+            "debug": debug,
+            "early_stop": early_stop,
+        }
+        seer.on_checkpoint(True, options)
+        try:
+            yield
+        finally:
+            seer.on_checkpoint(False, options)
+
+    return generator

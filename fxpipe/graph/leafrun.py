@@ -1,0 +1,236 @@
+"""Learn what a leaf module returns, running equal leaves only once.
+
+A leaf stays one call in the graph; all the trace needs is its output's structure
+and sizes. Two leaves are equal if they have the same class, the same shapes of
+parameters and buffers, the same plain attributes (a layer's own index aside) and
+get the same kind of arguments: then the outputs look alike, and the second leaf
+does not run. Code that may call `pipe_split()` always runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxpipe.graph import markers
+from fxpipe.graph.fake import FakeState, run_real
+from fxpipe.graph.structure import SYMBOLIC, map_leaves, walk
+
+__all__ = ["LeafOutcome", "LeafRuns", "fresh"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafOutcome:
+    """What a leaf returned, and which of its tensor arguments (by position) it changed."""
+
+    output: Any
+    changed: tuple[int, ...]
+
+
+class LeafRuns:
+    """Runs leaves of one trace on fake tensors and remembers the outcomes."""
+
+    def __init__(self, mode: FakeTensorMode, state: FakeState) -> None:
+        self._mode = mode
+        self._state = state
+        self._outcomes: dict[Hashable, LeafOutcome] = {}
+        self._kinds: dict[int, Hashable] = {}
+        self._alive: list[Any] = []
+        self.runs = 0
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome:
+        """Return the outcome of a call; its tensors are new objects each time."""
+        key = self._key(module, args, kwargs)
+        if key is not None and key in self._outcomes:
+            known = self._outcomes[key]
+            return LeafOutcome(map_leaves(_fresh_leaf, known.output), known.changed)
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        inside = [id(leaf) for _, leaf in walk((args, kwargs))]
+        output = self._run(module, call, args, kwargs)
+        changed = tuple(
+            index
+            for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
+            if tensor._version != version
+        )
+        outcome = LeafOutcome(map_leaves(_fresh_leaf, output), changed)
+        if key is not None and inside == [id(leaf) for _, leaf in walk((args, kwargs))]:
+            self._outcomes[key] = outcome
+            return LeafOutcome(map_leaves(_fresh_leaf, outcome.output), changed)
+        return outcome
+
+    def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.runs += 1
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            failure = error
+        return self._run_real(module, call, args, kwargs, failure)
+
+    def _run_real(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        failure: Exception,
+    ) -> Any:
+        with _Left(self._mode), self._state.real():
+            return run_real(self._mode, module, call, args, kwargs, failure)
+
+    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
+        described = []
+        for path, leaf in walk((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                described.append((path, _tensor_key(leaf)))
+            elif isinstance(leaf, SYMBOLIC):
+                described.append((path, leaf.node.expr))
+            else:
+                described.append((path, _value_key(leaf)))
+        ambient = (torch.is_grad_enabled(), _autocast_key())
+        key = (self._kind(module), ambient, tuple(described))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _kind(self, module: nn.Module) -> Hashable:
+        if id(module) not in self._kinds:
+            self._alive.append(module)
+            self._kinds[id(module)] = _module_key(module)
+        return self._kinds[id(module)]
+
+
+class _Left:
+    """Leave a mode that is on top of the stack, for the time of a `with`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__enter__()
+
+
+def fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new fake tensor that looks like this one and may be changed in place."""
+    with torch.enable_grad():
+        if tensor.requires_grad:
+            anchor = torch.empty((), device=tensor.device, requires_grad=True)
+            made: torch.Tensor = _Grown.apply(anchor, tensor)
+            return made
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+class _Grown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    return fresh(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    sizes = tuple(_number(size) for size in (*tensor.shape, *tensor.stride()))
+    return (
+        sizes,
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.device,
+        isinstance(tensor, FakeTensor),
+    )
+
+
+def _number(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def _autocast_key() -> Hashable:
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+_INDEX_LIKE = {
+    "layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "idx", "index",
+    "block_idx", "block_id", "block_index", "depth_idx", "i",
+}  # fmt: skip
+_OWN = {
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
+    "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+}  # fmt: skip
+
+
+def _module_key(module: nn.Module) -> Hashable:
+    if any(_may_split(type(part)) for part in module.modules()):
+        return id(module)
+    return tuple((name, _one_module_key(part)) for name, part in module.named_modules())
+
+
+def _one_module_key(module: nn.Module) -> Hashable:
+    tensors = tuple(
+        (name, tensor.shape, tensor.dtype)
+        for place in (module._parameters, module._buffers)
+        for name, tensor in place.items()
+        if tensor is not None
+    )
+    attributes = tuple(
+        (name, _value_key(value))
+        for name, value in vars(module).items()
+        if name not in _OWN and name not in _INDEX_LIKE and not isinstance(value, torch.Tensor)
+    )
+    return (type(module), tensors, attributes)
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device, type)):
+        return (type(value).__name__, value)
+    if isinstance(value, float):
+        return "float"  # a rate or an epsilon: it does not decide a shape
+    if isinstance(value, (tuple, list)) and len(value) < 64:
+        return (type(value).__name__, tuple(_value_key(part) for part in value))
+    if isinstance(value, dict) and len(value) < 64:
+        return tuple((str(key), _value_key(part)) for key, part in value.items())
+    return ("object", id(value))
+
+
+def _may_split(kind: type) -> bool:
+    for parent in kind.__mro__:
+        if parent.__module__.startswith(("torch.", "transformers.")):
+            continue
+        scope = vars(sys.modules.get(parent.__module__, sys))
+        if any(
+            value in (markers.pipe_split, markers) for value in map(_plain_value, scope.values())
+        ):
+            return True
+        if "fxpipe" in scope:
+            return True
+    return False
+
+
+def _plain_value(value: Any) -> Any:
+    # Comparing arbitrary module globals must not run their __eq__.
+    return value if type(value) in (type(markers), type(markers.pipe_split)) else None

@@ -1,0 +1,236 @@
+"""Split a model into pipeline stages: `pipeline()` and the `Pipe` it returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.capture import TracedGraph, capture
+from fxpipe.graph.cut import Assignment, by_markers, cut
+from fxpipe.graph.inputs import InputSignature
+from fxpipe.graph.interface import (
+    StageEdge,
+    StageInterface,
+    Tied,
+    check_interfaces,
+    edges_of,
+)
+from fxpipe.graph.leaves import ancestors, choose_opened, split_evenly
+from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
+from fxpipe.graph.unflatten import StageModule, build_modules, find_tied
+
+__all__ = ["Pipe", "PipeInfo", "Stage", "pipeline"]
+
+Policy = Callable[[TracedGraph], Assignment]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a Pipe."""
+
+    index: int
+    module: StageModule
+    interface: StageInterface
+
+
+@dataclass(frozen=True, slots=True)
+class PipeInfo:
+    """Everything about a split model except its modules."""
+
+    interfaces: tuple[StageInterface, ...]
+    edges: tuple[StageEdge, ...]
+    tied: tuple[Tied, ...]
+    inputs: InputSignature
+    symbols: tuple[str, ...]
+    trace_autocast: bool
+    state_dtypes: tuple[frozenset[torch.dtype], ...]
+    opened: frozenset[str] = field(default=frozenset())
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.interfaces)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the model inputs that carry tensors."""
+        return self.inputs.names
+
+    @property
+    def guards(self) -> tuple[Any, ...]:
+        """Conditions that the sizes of the inputs must satisfy."""
+        return self.inputs.conditions
+
+    @property
+    def hash(self) -> str:
+        """A hash that is equal on all ranks if and only if the plans are."""
+        lines = [str(interface) for interface in self.interfaces]
+        lines += [repr(tie.locations) for tie in self.tied]
+        lines += [repr(self.inputs.names), repr(self.symbols)]
+        return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
+
+    def name_inputs(
+        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None, *, partial: bool = False
+    ) -> dict[str, Any]:
+        """Return the inputs of a call by the names of the model's forward."""
+        return self.inputs.name_inputs(args, kwargs, partial=partial)
+
+    def bind_inputs(
+        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, int]:
+        """Return the value of each size symbol for the given inputs.
+
+        Raises:
+            PipeliningShapeError: the inputs do not fit what was traced.
+        """
+        return self.inputs.bind(self.name_inputs(args, kwargs))
+
+
+class Pipe:
+    """A model cut into stages; calling it runs them one after the other."""
+
+    def __init__(self, traced: TracedGraph, assignment: Assignment) -> None:
+        graphs = cut(traced, assignment)
+        modules = build_modules(traced.module, graphs)
+        self.stages: tuple[Stage, ...] = tuple(
+            Stage(
+                index,
+                made,
+                StageInterface(
+                    index, graph.received, graph.model_inputs, graph.sent, _state_of(made)
+                ),
+            )
+            for index, (graph, made) in enumerate(zip(graphs, modules, strict=True))
+        )
+        check_interfaces(self.interfaces)
+        self._info = PipeInfo(
+            self.interfaces,
+            edges_of(self.interfaces),
+            find_tied(traced.module, modules),
+            traced.inputs,
+            traced.symbols,
+            traced.autocast,
+            tuple(_float_dtypes(made) for made in modules),
+            traced.opened,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def interfaces(self) -> tuple[StageInterface, ...]:
+        return tuple(stage.interface for stage in self.stages)
+
+    @property
+    def edges(self) -> tuple[StageEdge, ...]:
+        return self._info.edges
+
+    @property
+    def tied(self) -> tuple[Tied, ...]:
+        return self._info.tied
+
+    def info(self) -> PipeInfo:
+        """Return everything about the split except the modules."""
+        return self._info
+
+    def get_stage_module(self, stage: int) -> StageModule:
+        """Return the module of a stage."""
+        if not 0 <= stage < self.num_stages:
+            raise SplitError(
+                f"there is no stage {stage}; the stages are 0 to {self.num_stages - 1}"
+            )
+        return self.stages[stage].module
+
+    def bind_inputs(
+        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, int]:
+        """Return the value of each size symbol; see `PipeInfo.bind_inputs`."""
+        return self._info.bind_inputs(args, kwargs)
+
+    def build_stage(self, stage: int, device: torch.device, group: Any = None) -> Any:
+        """Return the runtime stage for this rank."""
+        from fxpipe.stage import build_stage
+
+        return build_stage(self.get_stage_module(stage), stage, self.info(), device, group)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages in series; the output is the model's."""
+        named = self._info.name_inputs(args, kwargs)
+        self._info.inputs.bind(named)
+        values: dict[tuple[int, str], torch.Tensor] = {}
+        result: Any = None
+        for stage in self.stages:
+            interface = stage.interface
+            received = [values[r.source_stage, r.port.name] for r in interface.received]
+            result = stage.module(
+                *received, **{name: named[name] for name in interface.model_inputs}
+            )
+            if len(interface.sent) == 1:
+                values[stage.index, interface.sent[0].port.name] = result
+            else:
+                for sent, tensor in zip(
+                    interface.sent, result if interface.sent else (), strict=True
+                ):
+                    values[stage.index, sent.port.name] = tensor
+        return result
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: Policy | None = None,
+    *,
+    num_stages: int | None = None,
+    dynamic_shapes: Any = None,
+    granularity: str = "module",
+) -> Pipe:
+    """Split a model into stages.
+
+    `mb_args` and `mb_kwargs` are one microbatch of example inputs. The splits come
+    from `pipe_split()` in any forward, from `split_spec` (`{"layers.2":
+    SplitPoint.BEGINNING}`), from `num_stages` (balanced), or from a policy.
+
+    Raises:
+        SplitError: the request does not fit the model.
+        TraceError: code that had to be opened cannot be captured.
+    """
+    if split_spec is not None and split_policy is not None:
+        raise SplitError("give either split_spec or split_policy, not both")
+    spec = dict(split_spec) if split_spec is not None else annotations_of(module)
+    check_split_spec(module, spec)
+    opened = {""} | ancestors(spec)
+    if granularity == "op":
+        opened = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    elif num_stages is not None:
+        opened |= choose_opened(module, num_stages)
+    traced = capture(module, mb_args, mb_kwargs, opened=opened, splits=spec)
+    if split_policy is not None:
+        assignment = split_policy(traced)
+    elif num_stages is not None:
+        assignment = split_evenly(traced, num_stages)
+    else:
+        assignment = by_markers(traced)
+    return Pipe(traced, assignment)
+
+
+def _state_of(module: nn.Module) -> tuple[str, ...]:
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return tuple(names)
+
+
+def _float_dtypes(module: nn.Module) -> frozenset[torch.dtype]:
+    return frozenset(
+        tensor.dtype
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.is_floating_point()
+    )

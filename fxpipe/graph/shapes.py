@@ -1,0 +1,182 @@
+"""Give the sizes of the example inputs names, and learn which of them may change.
+
+Each dimension of each input tensor gets a symbol. Equal sizes at the same position
+share one, so the batch of ids and mask is a single `batch`; a size that is equal
+by coincidence at another position does not. While the model runs on fake
+tensors, torch's ShapeEnv finds out which sizes the model insists on; those become
+ordinary numbers again. What opened code decided by looking at a size is kept as
+a condition that later inputs must meet.
+
+In:  example inputs, and which (input, path, dimension) may vary.
+Out: fake inputs, and afterwards the names, conditions and sizes that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxpipe.graph.dims import plain, symbol
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.structure import Accessor, map_leaves, walk
+
+__all__ = ["InputDim", "Sizes", "all_dims", "batch_dims"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputDim:
+    """One dimension of one tensor in the model's inputs."""
+
+    path: tuple[Accessor, ...]
+    dim: int
+
+
+def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, str]:
+    """Name every dimension that could vary; equal sizes at one position share a name."""
+    tensors = [(path, leaf) for path, leaf in walk(dict(inputs)) if isinstance(leaf, torch.Tensor)]
+    deepest = max((tensor.dim() for _, tensor in tensors), default=0)
+    names: dict[InputDim, str] = {}
+    taken: set[str] = set()
+    for dim in range(deepest):
+        groups: dict[int, list[tuple[tuple[Accessor, ...], torch.Tensor]]] = {}
+        for path, tensor in tensors:
+            if dim < tensor.dim():
+                groups.setdefault(int(tensor.shape[dim]), []).append((path, tensor))
+        for size, members in sorted(groups.items(), key=lambda item: -len(item[1])):
+            if size <= 1 and len(groups) > 1:
+                continue  # next to other sizes, one row is there to be broadcast
+            name = _group_name(dim, members, taken)
+            taken.add(name)
+            names.update({InputDim(path, dim): name for path, _ in members})
+    return names
+
+
+def batch_dims(inputs: Mapping[str, Any]) -> dict[InputDim, str]:
+    """Name dimension 0 only."""
+    return {dim: name for dim, name in all_dims(inputs).items() if dim.dim == 0}
+
+
+def _group_name(
+    dim: int, members: list[tuple[tuple[Accessor, ...], torch.Tensor]], taken: set[str]
+) -> str:
+    if dim == 0 and "batch" not in taken:
+        return "batch"
+    is_sequence = any(not tensor.is_floating_point() or tensor.dim() == 3 for _, tensor in members)
+    if dim == 1 and is_sequence and "sequence" not in taken:
+        return "sequence"
+    path, _ = members[0]
+    stem = "_".join(str(key) for _, key in path)
+    return f"{stem}_{dim}"
+
+
+class Sizes:
+    """The symbols of one trace."""
+
+    def __init__(self, mode: FakeTensorMode, dims: Mapping[InputDim, str]) -> None:
+        self._mode = mode
+        self._dims = dims
+        self._sizes: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Symbol, sympy.Expr] = {}
+        self._decisions: dict[sympy.Basic, None] = {}
+
+    @property
+    def env(self) -> ShapeEnv:
+        env = self._mode.shape_env
+        assert env is not None
+        return env
+
+    def fake(self, inputs: Mapping[str, Any], device_of: Any) -> dict[str, Any]:
+        """Return the inputs with every tensor replaced by a fake one."""
+        paths = iter([path for path, _ in walk(dict(inputs))])
+
+        def one(leaf: Any) -> Any:
+            path = next(paths)
+            return (
+                self._fake_tensor(path, leaf, device_of) if isinstance(leaf, torch.Tensor) else leaf
+            )
+
+        result: dict[str, Any] = map_leaves(one, dict(inputs))
+        return result
+
+    def _fake_tensor(self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: Any) -> Any:
+        shape = [
+            self._size(name, int(size))
+            if (name := self._dims.get(InputDim(path, dim)))
+            else int(size)
+            for dim, size in enumerate(tensor.shape)
+        ]
+        with self._mode, torch.inference_mode(False):
+            made = torch.empty(shape, dtype=tensor.dtype, device=device_of(tensor))
+            if tensor.requires_grad:
+                made.requires_grad_(True)
+                if not tensor.is_leaf:
+                    made = made.view_as(made)
+        return made
+
+    def _size(self, name: str, example: int) -> torch.SymInt:
+        if name not in self._sizes:
+            # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
+            hint = max(example, 2)
+            source = ConstantSource(name)
+            made = self.env.create_symbol(
+                hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            self._sizes[name] = self.env.create_symintnode(made, hint=hint, source=source)
+            self._names[made] = symbol(name)
+        return self._sizes[name]
+
+    def decided(self, value: Any) -> None:
+        """Remember that opened code looked at a symbolic number to decide something."""
+        expr = value.node.expr
+        if not getattr(expr, "free_symbols", None):
+            return
+        if isinstance(value, torch.SymBool):
+            self._decisions[expr] = None
+        else:
+            self._decisions[sympy.Eq(expr, self._hint(expr))] = None
+
+    def _hint(self, expr: Any) -> Any:
+        return self.env.replace(expr).xreplace(self.env.backed_var_to_val)
+
+    def plain(self, expr: Any) -> Any:
+        """Return an expression of the trace in our names, simplified by what was learnt."""
+        if isinstance(expr, (bool, int, float)):
+            return expr
+        return plain(self.env.replace(expr), self._names)
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor of the trace."""
+        shape = tuple(
+            self.plain(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+            for size in tensor.shape
+        )
+        return TensorSpec(shape, tensor.dtype, tensor.requires_grad)
+
+    def free(self) -> tuple[str, ...]:
+        """Return the names of the sizes that may still vary."""
+        found = {
+            name for made in self._sizes.values() for name in _names_in(self.plain(made.node.expr))
+        }
+        return tuple(name for name in self._sizes if name in found)
+
+    def conditions(self) -> tuple[sympy.Basic, ...]:
+        """Return what the sizes must satisfy for the graph to be right."""
+        found: dict[sympy.Basic, None] = {}
+        for expr in self._decisions:
+            holds = bool(self.env.replace(expr).xreplace(self.env.backed_var_to_val))
+            found[self.plain(expr if holds else sympy.Not(expr))] = None
+        for guard in self.env.guards:
+            if isinstance(guard.expr, sympy.Eq):
+                found[self.plain(guard.expr)] = None
+        return tuple(c for c in found if c not in (True, sympy.true) and c.free_symbols)
+
+
+def _names_in(expr: Any) -> Iterable[str]:
+    return [] if isinstance(expr, int) else [s.name for s in expr.free_symbols]

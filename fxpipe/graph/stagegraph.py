@@ -1,0 +1,319 @@
+"""Write the graph of one stage: copies of traced nodes, with everything resolved.
+
+What stayed symbolic in the traced graph gets its meaning here. A size is read off
+a tensor that the stage has; the stage's device is that of a tensor it receives or
+of a parameter; settings such as autocast that opened code was under are entered
+again around each call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.capture import TracedGraph
+from fxpipe.graph.dims import evaluate, text
+from fxpipe.graph.interface import Received, Sent, TensorSpec
+from fxpipe.graph.structure import branch, walk
+from fxpipe.graph.tape import Rebuild, StageDevice
+from fxpipe.graph.trace import Ambient
+
+__all__ = ["StageGraph", "StageWriter", "device_of"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageGraph:
+    """A stage before it becomes a module."""
+
+    graph: fx.Graph
+    received: tuple[Received, ...]
+    model_inputs: tuple[str, ...]
+    sent: tuple[Sent, ...]
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...]
+
+
+class StageWriter:
+    """Copies nodes of a traced graph into the graph of one stage."""
+
+    def __init__(
+        self,
+        traced: TracedGraph,
+        stage: int,
+        received: Iterable[fx.Node],
+        is_local: Callable[[fx.Node, int], bool],
+    ) -> None:
+        self._traced = traced
+        self._stage = stage
+        self._is_local = is_local
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._inputs: dict[str, fx.Node] = {}
+        self._modules: dict[str, None] = {}
+        self._tensors: dict[str, None] = {}
+        self._sizes: dict[str, fx.Node] = {}
+        self._dims: dict[str, tuple[fx.Node, int]] = {}
+        self._device: fx.Node | None = None
+        self._placeholders: list[fx.Node] = []
+        for node in received:
+            made = self._graph.placeholder(node.name)
+            made.meta["spec"] = node.meta["spec"]
+            self._placeholders.append(made)
+            self._copies[node] = made
+            self._note_dims(made)
+        self._first = self._graph.create_node("call_function", _start, (), {})
+
+    # -- nodes
+
+    def copy(self, node: fx.Node) -> Any:
+        """Return a node's counterpart in this stage, writing it if need be."""
+        if node in self._copies:
+            return self._copies[node]
+        if node.op == "placeholder":
+            return self._input(node)
+        if not self._is_local(node, self._stage):
+            made = self._put_together(node)
+        else:
+            args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+            made = self._call(node, args, kwargs)
+        made.meta.update({k: v for k, v in node.meta.items() if k in _KEPT})
+        self._copies[node] = made
+        self._note_dims(made)
+        return made
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        target: Any = node.target
+        if node.op == "get_attr":
+            self._tensors[target] = None
+            return self._graph.create_node("get_attr", target, (), {}, node.name)
+        ambient: Ambient | None = node.meta.get("ambient")
+        if node.op == "call_module":
+            self._modules[target] = None
+        if ambient is None or (node.op == "call_function" and isinstance(target, Rebuild)):
+            return self._graph.create_node(node.op, target, args, kwargs, node.name)
+        if node.op == "call_module":
+            args = (self._graph.create_node("get_attr", target, (), {}), *args)
+            target = None
+        within = Within(ambient, target)
+        return self._graph.create_node("call_function", within, args, kwargs, node.name)
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        name = str(node.target)
+        if name not in self._inputs:
+            with self._graph.inserting_before(self._first):
+                made = self._graph.placeholder(name)
+            made.meta["spec"] = node.meta["spec"]
+            self._inputs[name] = made
+            self._copies[node] = made
+            self._note_dims(made)
+        return self._inputs[name]
+
+    def _put_together(self, node: fx.Node) -> fx.Node:
+        """Build a nested value from the tensors of it that were received."""
+
+        def build(value: Any, owner: fx.Node | None) -> Any:
+            if isinstance(value, TensorSpec):
+                assert owner is not None
+                return self._copies[owner]
+            found = branch(value)
+            if found is None:
+                return self.argument(value)
+            children = []
+            for (_, key), child in zip(found.accessors, found.children, strict=True):
+                part = next(
+                    (
+                        user
+                        for user in (owner.users if owner is not None else ())
+                        if user.meta.get("accessor") and user.args[1:] == (key,)
+                    ),
+                    None,
+                )
+                children.append(build(child, part))
+            if found.is_plain:
+                return found.make(tuple(children))
+            rebuild = Rebuild(type(value), found.make)
+            return self._graph.create_node("call_function", rebuild, tuple(children), {})
+
+        built = build(node.meta.get("spec"), node)
+        if isinstance(built, fx.Node):
+            return built
+        return self._graph.create_node("call_function", _same, (built,), {})
+
+    # -- arguments
+
+    def argument(self, value: Any) -> Any:
+        """Return an argument with nodes, sizes and the device of this stage."""
+        if isinstance(value, fx.Node):
+            return self.copy(value)
+        if isinstance(value, sympy.Basic):
+            return self._number(value)
+        if isinstance(value, StageDevice):
+            return self._stage_device()
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.argument(part) for part in value)
+        if isinstance(value, dict):
+            return {key: self.argument(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self.argument(p) for p in (value.start, value.stop, value.step)))
+        return value
+
+    def _number(self, expr: sympy.Basic) -> Any:
+        if isinstance(expr, sympy.Symbol):
+            return self._size(expr.name)
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        if isinstance(expr, (sympy.Add, sympy.Mul)) and all(
+            arg.is_integer and (arg.is_Integer or arg.is_Symbol) for arg in expr.args
+        ):
+            apply = operator.add if isinstance(expr, sympy.Add) else operator.mul
+            first, *rest = [self._number(arg) for arg in expr.args]
+            for part in rest:
+                first = self._graph.call_function(apply, (first, part))
+            return first
+        names = sorted(symbol.name for symbol in expr.free_symbols)
+        sizes = tuple(self._size(name) for name in names)
+        return self._graph.call_function(Formula(expr, names), sizes)
+
+    def _size(self, name: str) -> fx.Node:
+        if name not in self._sizes:
+            tensor, dim = self._tensor_with(name)
+            self._sizes[name] = self._graph.create_node(
+                "call_method", "size", (tensor, dim), {}, name
+            )
+        return self._sizes[name]
+
+    def _tensor_with(self, name: str) -> tuple[fx.Node, int]:
+        if name in self._dims:
+            return self._dims[name]
+        for node in self._traced.graph.nodes:
+            if node.op == "placeholder":
+                for path, spec in walk(node.meta["spec"]):
+                    if isinstance(spec, TensorSpec) and not path:
+                        for dim, size in enumerate(spec.shape):
+                            if isinstance(size, sympy.Symbol) and size.name == name:
+                                return self._input(node), dim
+        raise SplitError(
+            f"stage {self._stage} needs the size {name}, and no tensor it has carries it; "
+            "move the split, or pass the tensor along"
+        )
+
+    def _note_dims(self, node: fx.Node) -> None:
+        spec = node.meta.get("spec")
+        if isinstance(spec, TensorSpec):
+            for dim, size in enumerate(spec.shape):
+                if isinstance(size, sympy.Symbol):
+                    self._dims.setdefault(size.name, (node, dim))
+
+    def _stage_device(self) -> Any:
+        if self._device is None:
+            source = self._device_source()
+            with self._graph.inserting_after(self._first):
+                self._device = self._graph.call_function(device_of, (source,))
+        return self._device
+
+    def _device_source(self) -> Any:
+        if self._placeholders:
+            return self._placeholders[0]
+        for node in self._traced.graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta["spec"], TensorSpec):
+                return self._input(node)
+        return None
+
+    # -- the end
+
+    def finish(
+        self,
+        received: tuple[Received, ...],
+        sent: tuple[Sent, ...],
+        output: fx.Node | Sequence[fx.Node],
+    ) -> StageGraph:
+        """Write the output and return the finished stage."""
+        if isinstance(output, fx.Node):
+            self._graph.output(self.argument(output.args[0]))
+        else:
+            values = tuple(self.copy(node) for node in output)
+            self._graph.output(values[0] if len(values) == 1 else values)
+        self._graph.erase_node(self._first)
+        return StageGraph(
+            self._graph,
+            received,
+            tuple(self._inputs),
+            sent,
+            tuple(self._modules),
+            tuple(self._tensors),
+        )
+
+
+_KEPT = {"spec", "where", "owner", "accessor"}
+
+
+def _start() -> None:
+    """Mark the end of the placeholders while a graph is written."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def device_of(value: Any) -> torch.device:
+    """Return the device of a tensor or of a module's parameters."""
+    if isinstance(value, nn.Module):
+        value = next(value.parameters())
+    return torch.device("cpu") if value is None else value.device
+
+
+class Formula:
+    """A callable that computes a size from others."""
+
+    def __init__(self, expr: sympy.Basic, names: Sequence[str]) -> None:
+        self._expr = expr
+        self._names = tuple(names)
+        self.__name__ = self.__qualname__ = "size_" + "".join(
+            c if c.isalnum() else "_" for c in text(expr)
+        )
+        self.__module__ = __name__
+
+    def __call__(self, *sizes: int) -> Any:
+        return evaluate(self._expr, dict(zip(self._names, sizes, strict=True)))
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Formula:
+        return self
+
+
+class Within:
+    """A callable that runs another under the settings it was traced with."""
+
+    def __init__(self, ambient: Ambient, target: Any) -> None:
+        self._ambient = ambient
+        self._target = target
+        name = getattr(target, "__name__", str(target or "call"))
+        words = ["no_grad"] if ambient.grad is False else []
+        words += ["autocast"] if ambient.autocast else []
+        self.__name__ = self.__qualname__ = "_".join([name, *words])
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from contextlib import ExitStack
+
+        with ExitStack() as stack:
+            if self._ambient.grad is not None:
+                stack.enter_context(torch.set_grad_enabled(self._ambient.grad))
+            for kind, dtype, enabled, cache in self._ambient.autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
+                )
+            if isinstance(self._target, str):
+                return getattr(args[0], self._target)(*args[1:], **kwargs)
+            if self._target is None:
+                return args[0](*args[1:], **kwargs)
+            return self._target(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Within:
+        return self

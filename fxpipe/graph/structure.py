@@ -1,0 +1,173 @@
+"""Take nested values apart and put them together again, whatever they are made of.
+
+Models pass tensors inside tuples, dicts, dataclasses, Hugging Face outputs and
+plain objects such as an attention `BlockMask`. `branch` describes one level of
+such a value: how to reach each child, the children, and how to build an equal
+value from other children. Everything else (walking, replacing tensors, writing
+graph code that rebuilds a value) is a recursion over `branch`.
+
+Tensors and symbolic numbers are leaves. So is every value without tensors in
+it: it is a constant. Modules and classes are constants even if they hold tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Accessor", "Branch", "branch", "has_tensor", "map_leaves", "walk"]
+
+# How to get from a value to its child: ("item", key), ("attr", name) or ("child", index).
+Accessor = tuple[str, Any]
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format, torch.Generator, slice, type(Ellipsis), type,
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+    functools.partial, nn.Module, torch.Tensor, *SYMBOLIC,
+)  # fmt: skip
+_DEEPEST = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Branch:
+    """One level of a nested value."""
+
+    accessors: tuple[Accessor, ...]
+    children: tuple[Any, ...]
+    make: Callable[[tuple[Any, ...]], Any]
+    is_plain: bool  # tuple, list or dict: graph code can write it directly
+
+
+def branch(value: Any) -> Branch | None:
+    """Describe one level of a value; None for a leaf or a constant."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return Branch(_items(range(len(value))), tuple(value), kind, True)
+    if kind is dict:
+        keys = tuple(value)
+        return Branch(_items(keys), tuple(value.values()), _dict_maker(keys), True)
+    if isinstance(value, _ATOMS) or getattr(kind, "is_atom", False):
+        return None
+    if isinstance(value, tuple):
+        return Branch(_items(range(len(value))), tuple(value), _tuple_maker(kind), False)
+    if kind in pytree.SUPPORTED_NODES:
+        return _registered(value)
+    if dataclasses.is_dataclass(value):
+        names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
+        return _attributes(value, names)
+    if kind in (collections.OrderedDict, collections.defaultdict, collections.deque):
+        return _registered(value)
+    if hasattr(value, "__dict__") and has_tensor(value):
+        return _attributes(value, tuple(vars(value)))
+    return None
+
+
+def walk(value: Any, path: tuple[Accessor, ...] = ()) -> Iterator[tuple[tuple[Accessor, ...], Any]]:
+    """Yield every leaf and constant of a value, with the way to reach it."""
+    found = branch(value)
+    if found is None:
+        yield path, value
+        return
+    for accessor, child in zip(found.accessors, found.children, strict=True):
+        yield from walk(child, (*path, accessor))
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with `change` applied to each leaf and constant.
+
+    A part in which nothing changes is returned as the same object.
+    """
+    found = branch(value)
+    if found is None:
+        return change(value)
+    children = tuple(map_leaves(change, child) for child in found.children)
+    if all(new is old for new, old in zip(children, found.children, strict=True)):
+        return value
+    return found.make(children)
+
+
+def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bool:
+    """Say whether a tensor or a symbolic number is anywhere inside a value."""
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+        return True
+    seen = set() if _seen is None else _seen
+    if isinstance(value, _ATOMS) or _depth > _DEEPEST or id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, dict):
+        inner: Any = value.values()
+    elif isinstance(value, (tuple, list, collections.deque)):
+        inner = value
+    elif hasattr(value, "__dict__"):
+        inner = vars(value).values()
+    else:
+        return False
+    return any(has_tensor(part, _depth + 1, seen) for part in inner)
+
+
+def _items(keys: Any) -> tuple[Accessor, ...]:
+    return tuple(("item", key) for key in keys)
+
+
+def _dict_maker(keys: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+    return lambda children: dict(zip(keys, children, strict=True))
+
+
+def _tuple_maker(kind: type) -> Callable[[tuple[Any, ...]], Any]:
+    if hasattr(kind, "_make"):
+        return lambda children: kind._make(children)  # type: ignore[attr-defined]
+    return lambda children: kind(children)
+
+
+def _registered(value: Any) -> Branch:
+    node = pytree.SUPPORTED_NODES[type(value)]
+    children, context = node.flatten_fn(value)
+    children = tuple(children)
+    accessors = _items(value) if isinstance(value, dict) else _registered_paths(node, value)
+    if len(accessors) != len(children):
+        accessors = tuple(("child", index) for index in range(len(children)))
+    return Branch(accessors, children, lambda new: node.unflatten_fn(list(new), context), False)
+
+
+def _registered_paths(node: Any, value: Any) -> tuple[Accessor, ...]:
+    if node.flatten_with_keys_fn is None:
+        return ()
+    accessors: list[Accessor] = []
+    for key, _ in node.flatten_with_keys_fn(value)[0]:
+        match key:
+            case pytree.MappingKey(key=name):
+                accessors.append(("item", name))
+            case pytree.SequenceKey(idx=index):
+                accessors.append(("item", index))
+            case pytree.GetAttrKey(name=name):
+                accessors.append(("attr", name))
+            case _:
+                return ()
+    return tuple(accessors)
+
+
+def _attributes(value: Any, names: tuple[str, ...]) -> Branch:
+    children = tuple(getattr(value, name) for name in names)
+    template = copy.copy(value)
+    for name, child in zip(names, children, strict=True):
+        if has_tensor(child):
+            object.__setattr__(template, name, None)
+
+    def make(new: tuple[Any, ...]) -> Any:
+        made = copy.copy(template)
+        for name, child in zip(names, new, strict=True):
+            object.__setattr__(made, name, child)
+        return made
+
+    return Branch(tuple(("attr", name) for name in names), children, make, False)

@@ -1,0 +1,367 @@
+"""Run a model once on fake tensors and write down what its opened code does.
+
+A `Trace` sees every torch function (as a TorchFunctionMode) and every module call.
+In opened modules each torch function becomes a node. Any other module is a leaf:
+one `call_module` node, whatever happens inside. Splits asked for by `pipe_split()`
+or by name become `pipe_split` nodes.
+
+A split inside a leaf cannot be honoured in this run; the trace then says in
+`wanted` which modules would have to be opened, and the caller traces again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import operator
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.fake import FakeState
+from fxpipe.graph.leafrun import LeafRuns
+from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.shapes import Sizes
+from fxpipe.graph.structure import has_tensor, map_leaves, walk
+from fxpipe.graph.tape import Tape, UnknownTensorError
+
+__all__ = ["Ambient", "Trace", "user_frame"]
+
+_DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ambient:
+    """Settings that opened code was under when it ran an operation, if not the usual ones."""
+
+    grad: bool | None = None
+    autocast: tuple[tuple[Any, ...], ...] = ()
+
+
+class Trace(TorchFunctionMode):
+    """One run of a model under observation; the graph grows on `tape`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: FakeTensorMode,
+        sizes: Sizes,
+        state: FakeState,
+        opened: Collection[str],
+        splits: Mapping[str, SplitPoint],
+    ) -> None:
+        super().__init__()
+        self._names: dict[int, list[str]] = {}
+        for name, part in module.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(part), []).append(name)
+        self._state_names = _state_names(module)
+        self._mode = mode
+        self._sizes = sizes
+        self._state = state
+        self._opened = set(opened)
+        self._splits = dict(splits)
+        self._leaves = LeafRuns(mode, state)
+        self._stack: list[nn.Module] = []
+        self._leaf_stack: list[nn.Module] = []
+        self._busy = False
+        self._autocast: list[tuple[Any, ...]] = []
+        self.wanted: set[str] = set()
+        self.called: set[str] = set()
+        self.training_read: set[str] = set()
+        self.tape = Tape(self._name_of_state, state.real_of)
+        self.tape.decorate = self._decorate
+
+    # -- what torch and the model tell us
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._leaf_stack or self._busy:
+            return func(*args, **kwargs)
+        return self._operation(func, args, kwargs)
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = self._name_of(module)
+        if name is not None:
+            self.called.add(name)
+        if self._leaf_stack or self._busy:
+            return self._inside_leaf(module, name, call, args, kwargs)
+        if self._stack and self._stack[-1] is module:
+            return call(*args, **kwargs)  # an overridden __call__ on its way to the forward
+        self._split_at(name, SplitPoint.BEGINNING)
+        if name is None or name in self._opened:
+            self._stack.append(module)
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._stack.pop()
+        else:
+            output = self._leaf(module, name, call, args, kwargs)
+        self._split_at(name, SplitPoint.END)
+        return output
+
+    def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack or self._busy:
+            return call(*args, **kwargs)
+        return self._operation(call, args, kwargs, name=function.__name__)
+
+    def on_decision(self, value: Any) -> None:
+        if not (self._leaf_stack or self._busy):
+            self._sizes.decided(value)
+
+    def on_training(self, module: nn.Module) -> None:
+        if not (self._leaf_stack or self._busy):
+            name = self._name_of(module)
+            if name is not None:
+                self.training_read.add(name)
+
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+
+    def on_autocast(self, region: Any, entering: bool) -> None:
+        if self._leaf_stack or self._busy:
+            return
+        if entering:
+            cache = getattr(region, "_cache_enabled", None)
+            self._autocast.append((region.device, region.fast_dtype, region._enabled, cache))
+        elif self._autocast:
+            self._autocast.pop()
+
+    def on_pipe_split(self) -> None:
+        """Take note of a `pipe_split()` that ran."""
+        if self._leaf_stack:
+            self._want_open()
+        else:
+            self.tape.write("call_function", pipe_split, (), {})
+
+    def finish(self, output: Any) -> None:
+        """Write the model's output, the last node."""
+        self.tape.graph.output(self._argument(output))
+        self.tape.mark_mutable()
+
+    # -- writing nodes
+
+    def _leaf(
+        self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._leaf_stack.append(module)
+        try:
+            outcome = self._leaves.run(module, call, args, kwargs)
+        finally:
+            self._leaf_stack.pop()
+        node = self.tape.write("call_module", name, node_args, node_kwargs)
+        for index in outcome.changed:
+            self.tape.changed(tensors[index], node)
+        self.tape.adopt(node, outcome.output)
+        return outcome.output
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
+        if _is_metadata(func):
+            return func(*args, **kwargs)
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        output = self._run(func, args, kwargs)
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if not changed and not has_tensor(output):
+            return output
+        known = {id(tensor) for tensor in tensors}
+        in_place = {id(tensor) for tensor in changed}
+        output = map_leaves(
+            lambda leaf: self._alias(leaf) if id(leaf) in known - in_place else leaf, output
+        )
+        op, target, node_args, node_kwargs = _as_node(func, args, kwargs, name)
+        node = self.tape.write(op, target, self._argument(node_args), self._argument(node_kwargs))
+        self.tape.adopt(node, output, tensors)
+        for tensor in changed:
+            self.tape.changed(tensor, node)
+        return output
+
+    def _alias(self, leaf: Any) -> Any:
+        return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._busy = True
+        try:
+            return func(*args, **kwargs)
+        except _DATA_DEPENDENT:
+            raise TraceError(self._data_dependent(func)) from None
+        finally:
+            self._busy = False
+
+    def _argument(self, value: Any) -> Any:
+        try:
+            return self.tape.argument(value)
+        except UnknownTensorError:
+            raise TraceError(
+                f"a tensor used at {user_frame()} was made by code that fxpipe cannot see\n"
+                "move that code into a submodule that is not split, or register the tensor as a "
+                "buffer"
+            ) from None
+
+    def _decorate(self, node: fx.Node) -> None:
+        node.meta["owner"] = self._name_of(self._stack[-1]) if self._stack else ""
+        node.meta["where"] = user_frame()
+        ambient = Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
+        if ambient != Ambient():
+            node.meta["ambient"] = ambient
+
+    # -- splits
+
+    def _split_at(self, name: str | None, point: SplitPoint) -> None:
+        if name is not None and self._splits.get(name) is point:
+            self.tape.write("call_function", pipe_split, (), {})
+
+    def _inside_leaf(
+        self, module: nn.Module, name: str | None, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self._busy or (self._leaf_stack and self._leaf_stack[-1] is module):
+            return call(*args, **kwargs)
+        if name in self._splits or name in self._opened:
+            self._want_open()
+        self._leaf_stack.append(module)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._leaf_stack.pop()
+
+    def _want_open(self) -> None:
+        for module in self._leaf_stack:
+            name = self._name_of(module)
+            if name is not None:
+                self.wanted.add(name)
+
+    # -- names
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        names = self._names.get(id(module))
+        if not names:
+            return None
+        if len(names) > 1 and self._stack:
+            inside = self._names.get(id(self._stack[-1]), [""])[0]
+            for name in names:
+                if name.startswith(f"{inside}."):
+                    return name
+        return names[0]
+
+    def _name_of_state(self, tensor: torch.Tensor) -> str | None:
+        names = self._state_names.get(id(tensor))
+        if not names:
+            return None
+        owner = self._name_of(self._stack[-1]) if self._stack else ""
+        for name in names:
+            if name.rpartition(".")[0] == owner:
+                return name
+        return names[0]
+
+    def _data_dependent(self, func: Any) -> str:
+        place = user_frame()
+        module = type(self._stack[-1]).__name__ if self._stack else "the model"
+        return (
+            f"the value of a tensor decides what {module} does next, so it cannot be captured as "
+            f"a graph here\n  {place}\n    {place.source}\n"
+            "keep this code inside a submodule that is not split (fxpipe leaves those as they "
+            "are), move the split, or compute the decision from sizes or constants"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+_OURS = __file__.rpartition("/")[0]
+_TORCH = torch.__file__.rpartition("/")[0] + "/"
+
+
+def user_frame() -> Place:
+    """Return the innermost line on the stack that is neither ours nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCH, "<")):
+            return Place(file, frame.f_lineno)
+        frame = frame.f_back
+    return Place("<unknown>", 0)
+
+
+def _state_names(module: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names.setdefault(id(tensor), []).append(name)
+    return names
+
+
+# -- torch functions as nodes
+
+_METADATA_GETTERS = {
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "names", "grad_fn", "_version", "itemsize", "nbytes",
+    "is_mps", "is_xpu", "is_nested", "is_mkldnn", "output_nr", "retains_grad",
+}  # fmt: skip
+_METADATA_METHODS = {
+    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous",
+    "element_size", "storage_offset", "nelement", "ndimension", "get_device", "__len__",
+    "is_signed", "is_pinned", "is_inference", "is_set_to", "__hash__", "__repr__", "__format__",
+    "is_same_size",
+    "has_names", "dim_order", "is_conj", "is_neg", "__deepcopy__",
+}  # fmt: skip
+
+
+def _is_metadata(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _METADATA_GETTERS
+    return name in _METADATA_METHODS
+
+
+_OPERATORS = {
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
+
+
+def _as_node(func: Any, args: Any, kwargs: Any, name: str | None) -> tuple[str, Any, Any, Any]:
+    called = getattr(func, "__name__", "")
+    if called in ("__get__", "__set__") and hasattr(func, "__self__"):
+        attribute = func.__self__.__name__
+        if called == "__get__":
+            return "call_function", getattr, (args[0], attribute), {}
+        return "call_function", setattr, (args[0], attribute, args[1]), {}
+    if called in _OPERATORS:
+        return "call_function", _OPERATORS[called], args, kwargs
+    if args and isinstance(args[0], torch.Tensor) and _is_method(func, called):
+        return "call_method", called, args, kwargs
+    return "call_function", func, args, kwargs
+
+
+def _is_method(func: Any, name: str) -> bool:
+    method = getattr(torch.Tensor, name, None)
+    return method is not None and (method is func or method == func)

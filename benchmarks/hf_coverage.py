@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("types", nargs="*", help="model types; default: all")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--split", choices=("blocks", "auto"), default="blocks")
+    parser.add_argument("--variant", default="", help="labels, bare, cache or base")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=12)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds per architecture")
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        _work(options.types, options.stages, options.split)
+        _work(options)
         return
     rows = _measure(options)
     if options.json:
@@ -46,7 +47,7 @@ def main() -> None:
     _print(rows, options.stages)
 
 
-def _work(types: list[str], stages: list[int], split: str) -> None:
+def _work(options: argparse.Namespace) -> None:
     """In a child process: one JSON line before and one after each architecture."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
@@ -55,11 +56,16 @@ def _work(types: list[str], stages: list[int], split: str) -> None:
     from tests.graph.hf.registry import case
 
     torch.set_num_threads(1)
-    for model_type in types:
+    for model_type in options.types:
         print(json.dumps({"start": model_type}), flush=True)
-        results = {
-            str(count): check(case(model_type), count, split=split).results for count in stages
-        }
+        results = {}
+        for count in options.stages:
+            try:
+                one = case(model_type, options.variant)
+            except KeyError as error:
+                results[str(count)] = {"eager": f"no such class: {error}"}
+                continue
+            results[str(count)] = check(one, count, split=options.split).results
         print(json.dumps({"done": model_type, "results": results}), flush=True)
 
 
@@ -91,7 +97,8 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, str]]
 def _run_chunk(chunk: list[str], options: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
     """Run one child; return what it did not get to."""
     command = [sys.executable, "-m", "benchmarks.hf_coverage", "--worker", "--split"]
-    command += [options.split, *chunk, "--stages", *map(str, options.stages)]
+    command += [options.split, f"--variant={options.variant}", *chunk]
+    command += ["--stages", *map(str, options.stages)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     child = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -36,7 +36,7 @@ TEXT = ("text", "seq2seq", "image_text")
 class Report:
     """What happened to one architecture with one number of stages."""
 
-    model_type: str
+    name: str
     num_stages: int
     split: str
     results: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def check(case: Case, num_stages: int, *, split: str = "blocks") -> Report:
 
     `split` is "blocks" (cut points found by `cuts`) or "auto" (`num_stages=`).
     """
-    report = Report(case.model_type, num_stages, split)
+    report = Report(f"{case.model_type} {case.variant}".strip(), num_stages, split)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _measure(case, num_stages, split, report)

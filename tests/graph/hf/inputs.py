@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "Shape", "make_inputs"]
+__all__ = ["KINDS", "Shape", "add_labels", "make_inputs"]
 
 FIRST_TOKEN = 8
 
@@ -222,6 +222,63 @@ def _sound_tokens(maker: _Maker) -> dict[str, Any]:
     return {**maker.text_around(maker.image_tokens, "audio"), **found}
 
 
+def _sound_text(maker: _Maker) -> dict[str, Any]:
+    """Text beside a mel picture of a sound."""
+    bins = maker.find("num_mel_bins")
+    frames = maker.find("spec_size") ** 2 // bins
+    found = {"input_features": maker.noise(1, frames, bins)}
+    found["is_longer"] = torch.zeros(maker.shape.batch, 1, dtype=torch.bool)
+    return {**maker.text(), **found}
+
+
+def _document(maker: _Maker) -> dict[str, Any]:
+    """Text on a page with an answer to write."""
+    found = _boxes(maker)
+    found["bbox"] = found["bbox"].to(maker.shape.dtype) / 1000
+    return {**found, **_image(maker), "decoder_input_ids": maker.ids(maker.shape.length - 2)}
+
+
+def _flat_patches(maker: _Maker) -> dict[str, Any]:
+    """Patches with their row and column in front."""
+    patches, size = 12, maker.find("patch_embed_hidden_size")
+    rows = maker.shape.batch
+    place = torch.arange(1, patches + 1).repeat(rows, 1)[..., None].to(maker.shape.dtype)
+    flat = torch.cat((place, place, maker.noise(patches, size)), dim=-1)
+    return {
+        "flattened_patches": flat,
+        "attention_mask": torch.ones(rows, patches, dtype=maker.shape.dtype),
+        "decoder_input_ids": maker.ids(maker.shape.length - 2),
+    }
+
+
+def _image_places(maker: _Maker) -> dict[str, Any]:
+    """Text with a mask of the places where the image's features go."""
+    places = maker.image_tokens
+    ids = maker.ids(maker.shape.length + places)
+    mask = torch.zeros_like(ids)
+    mask[:, 1 : 1 + places] = 1
+    found = {"input_ids": ids, "attention_mask": maker.mask(ids.shape[1])}
+    return {**found, "image_embeds_position_mask": mask, **_image(maker)}
+
+
+def _query_tokens(maker: _Maker) -> dict[str, Any]:
+    found = _image_tokens(maker)
+    if "qformer_input_ids" in maker.accepts:
+        found["qformer_input_ids"] = maker.ids(maker.shape.length)
+    return found
+
+
+def _image_parts(maker: _Maker) -> dict[str, Any]:
+    """Each image as a whole and in parts, with its true size."""
+    image = maker.image()
+    height, width = image.shape[-2:]
+    return {
+        **maker.text_around(maker.image_tokens, "image"),
+        "pixel_values": torch.stack((image, image.flip(-1)), dim=1),
+        "image_sizes": torch.tensor([[height, width]] * maker.shape.batch),
+    }
+
+
 def _codec(maker: _Maker) -> dict[str, Any]:
     return {"input_values": maker.noise(1, 320 * 8)}
 
@@ -308,6 +365,12 @@ KINDS: Mapping[str, Make] = {
     "spectrogram": _spectrogram,
     "whisper": _whisper,
     "sound_tokens": _sound_tokens,
+    "sound_text": _sound_text,
+    "document": _document,
+    "flat_patches": _flat_patches,
+    "image_places": _image_places,
+    "query_tokens": _query_tokens,
+    "image_parts": _image_parts,
     "codec": _codec,
     "boxes": _boxes,
     "past_values": _series,
@@ -327,3 +390,23 @@ def make_inputs(model: Any, kind: str, shape: Shape, *, image_tokens: int = 0) -
     them among the tokens.
     """
     return KINDS[kind](_Maker(model, shape, image_tokens))
+
+
+def add_labels(model: Any, inputs: dict[str, Any], shape: Shape) -> None:
+    """Put labels of the right form beside the inputs.
+
+    Raises:
+        ValueError: the model takes no labels.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__} takes no labels")
+    ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    if ids is None:
+        generator = torch.Generator().manual_seed(shape.seed + 1)
+        classes = getattr(model.config, "num_labels", 2)
+        inputs["labels"] = torch.randint(classes, (shape.batch,), generator=generator)
+        return
+    labels = ids.clone()
+    if ids is inputs.get("input_ids") and "attention_mask" in inputs:
+        labels[inputs["attention_mask"] == 0] = -100
+    inputs["labels"] = labels

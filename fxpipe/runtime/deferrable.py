@@ -29,7 +29,7 @@ from fxpipe.runtime.operations import (
     WeightRight,
 )
 
-__all__ = ["Call", "recognise"]
+__all__ = ["DEFERRABLE", "Call", "recognise"]
 
 
 class Call(NamedTuple):
@@ -44,15 +44,12 @@ class Call(NamedTuple):
 def recognise(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Call | None:
-    """The deferrable call behind `function(*args, **kwargs)`, or None.
+    """The call behind `function(*args, **kwargs)`, a key of `DEFERRABLE`, or None.
 
     Under autocast the input of the call is already in the lower precision.
     """
-    parse = _PARSERS.get(function)
-    if parse is None:
-        return None
     try:
-        call = parse(*args, **kwargs)
+        call = DEFERRABLE[function](*args, **kwargs)
     except (TypeError, AttributeError):
         return None  # a wrong call: let the function itself say so
     if call is None or not _is_plain(call.x) or not _bias_fits(call.bias):
@@ -248,7 +245,7 @@ def _embedding(
     return Call(Embedding(padding_idx, scale_grad_by_freq), input, weight, None)
 
 
-_PARSERS: dict[Callable[..., Any], Callable[..., Call | None]] = {
+DEFERRABLE: dict[Callable[..., Any], Callable[..., Call | None]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,

@@ -29,9 +29,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.runtime.deferrable import Call, recognise
+from fxpipe.runtime.deferrable import DEFERRABLE, Call, recognise
 from fxpipe.runtime.operations import Operation
-from fxpipe.runtime.weight_work import WeightWork, accumulate, add, check_version, only, sum_up
+from fxpipe.runtime.weight_work import WeightWork, accumulate, check_version, only
 
 __all__ = ["Deferral", "can_defer"]
 
@@ -98,17 +98,15 @@ class Deferral(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if torch.is_grad_enabled():
-            call = recognise(func, args, kwargs)
+            return func(*args, **(kwargs or {}))
+        if func in DEFERRABLE and torch.is_grad_enabled():
+            call = recognise(func, args, kwargs or {})
             if call is not None and _can_run_function():
                 return self._defer(call)
-        inner = _INNER.get(func)
-        if inner is not None:
-            return inner(self, *args, **kwargs)
-        return func(*args, **kwargs)
+        elif func in _INNER:
+            return _INNER[func](self, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
     def backward(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None
@@ -116,8 +114,9 @@ class Deferral(TorchFunctionMode):
         """Run the backward of `outputs`, leaving the weight gradients for `run`."""
         # Given tensors, the call would come to __torch_function__ and go on with no mode
         # active. Given edges it does not, and what is recomputed still passes through here.
+        edges = _edges(outputs)
         with self:
-            torch.autograd.backward(_edges(outputs), grads)
+            torch.autograd.backward(edges, grads)
 
     def run(self) -> None:
         """Compute the weight gradients and add them to the parameters, each once."""
@@ -208,9 +207,12 @@ class Deferral(TorchFunctionMode):
                 )
         finally:
             self._sink = outer
+        sums: dict[Parameter, Tensor] = {}
         with torch.set_grad_enabled(create_graph):
-            sums = {id(parameter): total for parameter, total in sum_up(only(works, inputs))}
-            grads = [add(sums.get(id(x)), grad) for x, grad in zip(inputs, found, strict=True)]
+            for work in only(works, inputs):
+                work.add_to(sums)
+            by_id = {id(parameter): total for parameter, total in sums.items()}
+            grads = [_sum_of(by_id.get(id(x)), grad) for x, grad in zip(inputs, found, strict=True)]
             if materialize_grads:
                 grads = [
                     torch.zeros_like(x, requires_grad=create_graph)
@@ -238,6 +240,12 @@ _INNER: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def _edges(tensors: Sequence[Tensor | GradientEdge]) -> list[GradientEdge]:
     return [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors]
+
+
+def _sum_of(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
 
 
 def _can_run_function() -> bool:

@@ -54,10 +54,10 @@ class Linear:
         return torch.matmul(grad, weight)
 
     def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(grad.flatten(0, -2).t(), x.flatten(0, -2))
+        return torch.mm(_rows(grad).t(), _rows(x))
 
     def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
-        return grad.flatten(0, -2).sum(0)
+        return _rows(grad).sum(0)
 
 
 class WeightRight:
@@ -77,7 +77,7 @@ class WeightRight:
 
     def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() == 2:
-            return torch.mm(x.flatten(0, -2).t(), grad.flatten(0, -2))
+            return torch.mm(_rows(x).t(), _rows(grad))
         return torch.matmul(x.mT, grad).sum_to_size(weight.shape)
 
     def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class WeightLeft:
 
     def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         if weight.dim() == 2:
-            return torch.mm(grad.mT.flatten(0, -2).t(), x.mT.flatten(0, -2))
+            return torch.mm(_rows(grad.mT).t(), _rows(x.mT))
         return torch.matmul(grad, x.mT).sum_to_size(weight.shape)
 
     def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
@@ -186,3 +186,7 @@ class Embedding:
 
     def bias_grad(self, grad: Tensor, bias: Tensor) -> Tensor:
         raise AssertionError("no bias is ever given to an embedding")
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)

@@ -10,8 +10,7 @@ let go of as soon as it is used.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,11 @@ from torch.nn import Parameter
 
 from fxpipe.runtime.operations import Operation
 
-__all__ = ["WeightWork", "accumulate", "add", "check_version", "only", "sum_up"]
+__all__ = ["WeightWork", "accumulate", "check_version", "only"]
 
 # Weight gradients wait together until they are this many bytes; one call of autograd
 # then adds them all. Small layers share the cost of the call, large ones do not pile up.
-_BATCH_BYTES = 1 << 24
+_BATCH_BYTES = 1 << 20
 
 
 class WeightWork(NamedTuple):
@@ -39,21 +38,16 @@ class WeightWork(NamedTuple):
     weight: Parameter | None
     bias: Parameter | None
 
-    def parameters(self) -> list[Parameter]:
-        return [p for p in (self.weight, self.bias) if p is not None]
-
-    def grads(self) -> Iterator[tuple[Parameter, Tensor]]:
-        check_version(self.x, self.x_version, "an input")
-        check_version(self.grad, self.grad_version, "an output gradient")
-        if self.weight is not None:
-            weight = self.weight
-            if self.operation is None:
-                yield weight, self.grad
-                return
-            yield weight, self.operation.weight_grad(self.grad, self.x, weight).to(weight.dtype)
-        if self.bias is not None:
-            assert self.operation is not None
-            yield self.bias, self.operation.bias_grad(self.grad, self.bias).to(self.bias.dtype)
+    def add_to(self, sums: dict[Parameter, Tensor]) -> None:
+        """Compute the gradients and add them to those of the same parameters."""
+        operation, x, x_version, grad, grad_version, weight, bias = self
+        check_version(x, x_version, "an input")
+        check_version(grad, grad_version, "an output gradient")
+        if weight is not None:
+            _add_to(sums, weight, operation.weight_grad(grad, x, weight) if operation else grad)
+        if bias is not None:
+            assert operation is not None
+            _add_to(sums, bias, operation.bias_grad(grad, bias))
 
 
 def check_version(tensor: Tensor, version: int, what: str) -> None:
@@ -76,55 +70,54 @@ def only(works: list[WeightWork], inputs: Sequence[Tensor | GradientEdge]) -> li
         )
         for work in works
     ]
-    return [work for work in kept if work.parameters()]
+    return [work for work in kept if work.weight is not None or work.bias is not None]
 
 
 def accumulate(works: list[WeightWork]) -> None:
     """Do the work and add each parameter's gradient to it, once; empties `works`."""
-    parameters: list[Parameter] = []
-    grads: list[Tensor] = []
-    size = 0
-    with torch.no_grad():
-        for parameter, grad in sum_up(works):
-            if not parameter.requires_grad:
-                continue  # frozen since the forward
-            parameters.append(parameter)
-            grads.append(grad)
-            size += grad.nbytes
-            del grad
-            if size > _BATCH_BYTES:
-                _hand_over(parameters, grads)
-                size = 0
-    _hand_over(parameters, grads)
-
-
-def sum_up(works: list[WeightWork]) -> Iterator[tuple[Parameter, Tensor]]:
-    """Each parameter with its whole gradient, as soon as that is known; empties `works`."""
-    uses = Counter(parameter for work in works for parameter in work.parameters())
+    last: dict[Parameter | None, int] = {}
+    for left, work in enumerate(reversed(works)):
+        last.setdefault(work.weight, left)
+        last.setdefault(work.bias, left)
     sums: dict[Parameter, Tensor] = {}
+    parameters: list[Parameter] = []
+    size = 0
     works.reverse()
-    while works:
-        for parameter, grad in works.pop().grads():
-            sums[parameter] = grad if parameter not in sums else _plus(sums[parameter], grad)
-            del grad  # autograd takes a gradient over without a copy if nobody else holds it
-            uses[parameter] -= 1
-            if not uses[parameter]:
-                yield parameter, sums.pop(parameter)
+    with torch.no_grad():
+        while works:
+            work = works.pop()
+            work.add_to(sums)
+            for parameter in (work.weight, work.bias):
+                # A sum is whole once the last work for its parameter is done.
+                if parameter is not None and last[parameter] == len(works):
+                    parameters.append(parameter)
+                    size += parameter.nbytes
+            del work
+            if size > _BATCH_BYTES:
+                _hand_over(parameters, sums)
+                size = 0
+        _hand_over(parameters, sums)
 
 
-def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The sum of two gradients, None for none; may write into the first."""
-    if left is None or right is None:
-        return right if left is None else left
-    return _plus(left, right)
+def _add_to(sums: dict[Parameter, Tensor], parameter: Parameter, grad: Tensor) -> None:
+    if grad.dtype is not parameter.dtype:
+        grad = grad.to(parameter.dtype)
+    known = sums.get(parameter)
+    if known is None:
+        sums[parameter] = grad
+    else:
+        sums[parameter] = known + grad if torch.is_grad_enabled() else known.add_(grad)
 
 
-def _plus(left: Tensor, right: Tensor) -> Tensor:
-    return left + right if torch.is_grad_enabled() else left.add_(right)
-
-
-def _hand_over(parameters: list[Parameter], grads: list[Tensor]) -> None:
-    """Give each parameter its gradient as a backward would; empties both lists."""
+def _hand_over(parameters: list[Parameter], sums: dict[Parameter, Tensor]) -> None:
+    """Give each parameter its sum as a backward would; empties `parameters`."""
+    # Autograd takes a gradient over without a copy if nobody else holds it.
+    grads = [sums.pop(parameter) for parameter in parameters]
+    if any(not parameter.requires_grad for parameter in parameters):  # frozen since the forward
+        pairs = [(p, g) for p, g in zip(parameters, grads, strict=True) if p.requires_grad]
+        parameters[:] = [p for p, _ in pairs]
+        grads = [g for _, g in pairs]
+        del pairs
     if parameters:
         with torch.enable_grad():
             root: Tensor = _source(grads, *parameters)

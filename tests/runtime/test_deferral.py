@@ -199,9 +199,9 @@ def test_gradients_become_the_parameters_own_without_a_copy(monkeypatch: Any) ->
     handed: list[int] = []
     original = weight_work._hand_over
 
-    def spy(parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
-        handed.extend(grad.data_ptr() for grad in grads)
-        original(parameters, grads)
+    def spy(parameters: list[nn.Parameter], sums: dict[nn.Parameter, Tensor]) -> None:
+        handed.extend(sums[parameter].data_ptr() for parameter in parameters)
+        original(parameters, sums)
 
     monkeypatch.setattr(weight_work, "_hand_over", spy)
     monkeypatch.setattr(weight_work, "_BATCH_BYTES", 64)

@@ -46,4 +46,19 @@ class PlanError(FxpipeError, ValueError):
 
 
 class RemoteStageError(FxpipeError, RuntimeError):
-    """Another rank failed; carries where, and the original message."""
+    """Another rank failed; says where, and carries the original message."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        action: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action

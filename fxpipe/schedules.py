@@ -1,0 +1,449 @@
+"""The schedules: what runs a pipeline's stages over the microbatches of a batch.
+
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
+    schedule.step(x, target=y)      # on every rank; then optimizer.step()
+    output = schedule.eval(x)
+
+Each class is a name for a program (see `fxpipe.program`); all share one executor.
+With R ranks, rank r holds the stages r, r + R, ... (looped schedules) or r and
+2R - 1 - r (V schedules), given in this order. With a `LocalGroup` one process holds
+all of them.
+
+Gradients are those of the plain model on the whole batch. A scalar loss is taken
+for a mean over its microbatch and weighted by rows; `scale_grads=False` sums
+instead. A loss function may return `(sum, weight)` for a weighted mean over the
+batch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from fxpipe.errors import InputError, ScheduleError
+from fxpipe.microbatch import Microbatches, merge_chunks
+from fxpipe.program import Action, Kind, Program, Span, Timeline, validate
+from fxpipe.program.generators import get_schedule
+from fxpipe.runtime.agreement import Call, Options
+from fxpipe.runtime.executor import ActionContext, Hooks
+from fxpipe.runtime.local import LocalGroup, resolve_group
+from fxpipe.runtime.session import Session
+from fxpipe.stage import PipelineStage
+
+__all__ = [
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleFromProgram",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleWave",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+]
+
+
+class Schedule:
+    """Runs the stages of this process, together with the other ranks.
+
+    Args:
+        stages: this rank's stage, or stages in increasing order.
+        n_microbatches: into how many parts a batch is split.
+        loss_fn: called on the last stage as `loss_fn(output, target)` for each
+            microbatch; returns a scalar or `(sum, weight)`. Without it `step` runs
+            forwards only.
+        args_chunk_spec, kwargs_chunk_spec: how inputs are split; see `fxpipe.microbatch`.
+        output_merge_spec: how the outputs of microbatches are merged.
+        scale_grads: average over the batch (the default) or sum over microbatches.
+        timeout: seconds after which a rank that waits gives up and says for whom;
+            default 1800, or the environment variable FXPIPE_TIMEOUT.
+        receives: "early" posts receives when the sender sends, "late" just before use.
+        max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
+        tied: parameters that hand-written stages share, as lists of (stage, name).
+    """
+
+    schedule_name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        timeout: float | None = None,
+        receives: str = "early",
+        max_unsharded: int = 3,
+        tied: Iterable[Iterable[tuple[int, str]]] = (),
+    ) -> None:
+        self._stages = _stage_list(stages)
+        self.n_microbatches = _count(n_microbatches)
+        self._output_merge_spec = output_merge_spec
+        self._hooks = Hooks({}, {}, {})
+        group = self._stages[0].group
+        self.program = self._make_program(_num_ranks(group, self._stages, self.schedule_name))
+        options = Options(
+            loss_fn=loss_fn,
+            args_chunk_spec=args_chunk_spec,
+            kwargs_chunk_spec=kwargs_chunk_spec,
+            scale_grads=scale_grads,
+            timeout=_timeout(timeout),
+            receives=receives,
+            max_unsharded=max_unsharded,
+            tied=tuple(_Tied(tuple(locations)) for locations in tied),
+        )
+        if group is None and not torch.distributed.is_initialized():
+            group = LocalGroup(self.program.num_ranks)
+        self._session = Session(self._stages, group, self.program, options, self._hooks)
+        self.loss: torch.Tensor | None = None
+        self.aux_loss: torch.Tensor | None = None
+        self._timeline: Timeline | None = None
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train on one batch: forward, loss and backward of every microbatch.
+
+        The same call may be made on every rank, each takes what it needs; or inputs are
+        passed where the first stage is and the target where the last is. Gradients are
+        added to `.grad`.
+
+        Returns:
+            the merged output on the rank of the last stage (unless
+            `return_outputs=False`), None elsewhere. `losses` is filled there with one
+            scalar per microbatch; `self.loss` is the loss of the batch.
+        """
+        return self._run(True, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forwards only, without gradients; with a target also the loss.
+
+        Modules keep the mode that `train()` or `eval()` gave them.
+        """
+        with torch.no_grad():
+            return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def before(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
+        """Call `callback(action)` before every action of a kind, such as "F" or "SEND_F"."""
+        self._hooks.before.setdefault(_kind(kind), []).append(callback)
+        self._session.forget_plans()
+
+    def after(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
+        """Call `callback(action)` after every action of a kind."""
+        self._hooks.after.setdefault(_kind(kind), []).append(callback)
+        self._session.forget_plans()
+
+    def replace(self, kind: str | Kind, function: Callable[[ActionContext], None]) -> None:
+        """Let `function(context)` do the actions of a kind; `context.default()` is our way."""
+        self._hooks.instead[_kind(kind)] = function
+        self._session.forget_plans()
+
+    def record_timeline(self, enabled: bool = True) -> None:
+        """Measure the following steps; see `timeline`."""
+        self._session.records_spans = enabled
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each action of the latest recorded step ran, on all ranks."""
+        if self._timeline is None:
+            raise ScheduleError("no step was recorded: call record_timeline() before the step")
+        return self._timeline
+
+    def lowered(self) -> Program:
+        """The program of the latest step as it ran, with its transfers."""
+        plan = self._session.plan
+        if plan is None:
+            raise ScheduleError("the program is lowered at the first step, which is still to come")
+        return plan.program
+
+    @property
+    def stages(self) -> tuple[PipelineStage, ...]:
+        """The stages of this process."""
+        return tuple(self._stages)
+
+    def __repr__(self) -> str:
+        stages = [stage.stage_index for stage in self._stages]
+        return (
+            f"{type(self).__name__}(stages {stages} of {self.program.num_stages}, "
+            f"{self.n_microbatches} microbatches, {self.program.num_ranks} ranks)"
+        )
+
+    def _make_program(self, num_ranks: int) -> Program:
+        if not self.schedule_name:
+            raise ScheduleError(
+                f"{type(self).__name__} is not a schedule itself; use one of its kind"
+            )
+        info = get_schedule(self.schedule_name)
+        return info(num_ranks, self._stages[0].num_stages, self.n_microbatches)
+
+    def _run(
+        self,
+        training: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[torch.Tensor] | None,
+        return_outputs: bool,
+        loss_kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        args = tuple(self._taken(arg) for arg in args)
+        call = Call(
+            training, args, kwargs, self._taken(target), dict(loss_kwargs or {}), return_outputs
+        )
+        outcome = self._session.step(call)
+        self.loss, self.aux_loss = outcome.loss, outcome.aux
+        if losses is not None:
+            losses[:] = outcome.losses
+        if outcome.spans is not None:
+            self._timeline = _measured(self.program.num_ranks, outcome.spans)
+        if outcome.outputs is None:
+            return None
+        return merge_chunks(outcome.outputs, self._output_merge_spec, rows=outcome.rows)
+
+    def _taken(self, value: Any) -> Any:
+        """Microbatches from an iterator are taken once per step."""
+        if isinstance(value, Microbatches):
+            return Microbatches(value.take(self.n_microbatches), rows=value.rows)
+        return value
+
+
+class PipelineScheduleSingle(Schedule):
+    """Schedules with one stage per rank."""
+
+    def __init__(self, stage: PipelineStage | Sequence[PipelineStage], *args: Any, **kwargs: Any):
+        super().__init__(stage, *args, **kwargs)
+
+
+class PipelineScheduleMulti(Schedule):
+    """Schedules with several stages per rank."""
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
+    """All forwards, then all backwards."""
+
+    schedule_name = "GPipe"
+
+
+class Schedule1F1B(PipelineScheduleSingle):
+    """After a warm-up, one forward and one backward in turn."""
+
+    schedule_name = "1F1B"
+
+
+class ScheduleZBH1(PipelineScheduleSingle):
+    """1F1B whose weight gradients fill the waiting; the memory of 1F1B."""
+
+    schedule_name = "ZBH1"
+
+
+class ScheduleZBH2(PipelineScheduleSingle):
+    """No waiting between the first and the last action of a rank; twice the memory."""
+
+    schedule_name = "ZBH2"
+
+
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+    """1F1B over several stages per rank."""
+
+    schedule_name = "Interleaved1F1B"
+
+
+class ScheduleLoopedBFS(PipelineScheduleMulti):
+    """All microbatches through one stage of a rank before the next."""
+
+    schedule_name = "LoopedBFS"
+
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+    """Interleaved 1F1B whose weight gradients fill the waiting (ZB1P)."""
+
+    schedule_name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+    """Two stages per rank in a V, no waiting at equal costs (ZB-V)."""
+
+    schedule_name = "ZBVZeroBubble"
+
+
+class ScheduleDualPipeV(PipelineScheduleMulti):
+    """Two stages per rank in a V, forwards paired with backwards."""
+
+    schedule_name = "DualPipeV"
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """Two stages per rank in a V, half the activation memory of 1F1B."""
+
+    schedule_name = "VHalf"
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """Two stages per rank in a V, a third of the activation memory of 1F1B."""
+
+    schedule_name = "VMin"
+
+
+class ScheduleWave(PipelineScheduleMulti):
+    """Several stages per rank, down the ranks and up again."""
+
+    schedule_name = "Wave"
+
+
+class ScheduleFromProgram(Schedule):
+    """Any valid program, made by hand, by a search, or read from a CSV file.
+
+    schedule = ScheduleFromProgram(stages, "my_schedule.csv", loss_fn=loss)
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        program: Program | str | Path,
+        loss_fn: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(program, Program):
+            program = Program.from_csv(Path(program).read_text())
+        if program.is_lowered:
+            raise ScheduleError(
+                "the program has transfers already; give the compute-only program, "
+                "fxpipe adds the transfers for the stages' own edges"
+            )
+        validate(program)
+        self._given = program
+        super().__init__(stages, program.num_microbatches, loss_fn, **options)
+
+    def _make_program(self, num_ranks: int) -> Program:
+        program, num_stages = self._given, self._stages[0].num_stages
+        if (program.num_ranks, program.num_stages) != (num_ranks, num_stages):
+            raise ScheduleError(
+                f"the program is for {program.num_ranks} ranks and {program.num_stages} stages, "
+                f"the pipeline has {num_ranks} ranks and {num_stages} stages"
+            )
+        return program
+
+
+def get_schedule_class(schedule_name: str) -> type[Schedule]:
+    """The class of a schedule by its name, in any case: "1F1B", "zbvzerobubble", ...
+
+    Raises:
+        ScheduleError: a ValueError that lists the known names.
+    """
+    classes = {cls.__name__.removeprefix("Schedule"): cls for cls in _classes(Schedule)}
+    by_name = {name.lower(): cls for name, cls in classes.items() if cls.__name__ != "Schedule"}
+    found = by_name.get(schedule_name.lower().removeprefix("schedule"))
+    if found is not None:
+        return found
+    name = get_schedule(schedule_name).name
+    return next(cls for cls in classes.values() if cls.schedule_name == name)
+
+
+class _Tied:
+    def __init__(self, locations: tuple[tuple[int, str], ...]) -> None:
+        self.locations = locations
+
+
+def _classes(cls: type[Schedule]) -> list[type[Schedule]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in _classes(child))]
+
+
+def _stage_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
+    found = [stages] if isinstance(stages, PipelineStage) else list(stages)
+    if not found:
+        raise InputError("a schedule needs at least one stage")
+    for stage in found:
+        if not isinstance(stage, PipelineStage):
+            raise InputError(
+                f"a schedule runs PipelineStage objects, got {type(stage).__name__}; "
+                "use pipe.build_stage(i, device) or PipelineStage(module, i, num_stages, device)"
+            )
+    numbers = {stage.num_stages for stage in found}
+    if len(numbers) > 1:
+        raise InputError(f"the stages disagree on num_stages: {sorted(numbers)}")
+    indices = [stage.stage_index for stage in found]
+    if sorted(set(indices)) != indices:
+        raise InputError(f"stages must come in increasing order, each once, got {indices}")
+    return found
+
+
+def _count(n_microbatches: int) -> int:
+    if not isinstance(n_microbatches, int) or n_microbatches < 1:
+        raise InputError(f"n_microbatches must be a whole number from 1 up, got {n_microbatches!r}")
+    return n_microbatches
+
+
+def _num_ranks(
+    group: torch.distributed.ProcessGroup | LocalGroup | None,
+    stages: Sequence[PipelineStage],
+    name: str,
+) -> int:
+    known = group is not None or torch.distributed.is_initialized()
+    if known:
+        resolved = resolve_group(group)
+        return resolved.num_ranks if isinstance(resolved, LocalGroup) else resolved.size()
+    num_stages = stages[0].num_stages
+    if len(stages) != num_stages:
+        raise InputError(
+            f"{len(stages)} of {num_stages} stages were given and torch.distributed is not "
+            "initialised; give all stages to run them in this process, or start the processes"
+        )
+    if not name:
+        return num_stages
+    least = get_schedule(name).stages_per_rank[0]
+    return max(1, num_stages // max(least, 1))
+
+
+def _measured(num_ranks: int, spans: Sequence[Span]) -> Timeline:
+    begin = min((span.start for span in spans), default=0.0)
+    moved = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
+    moved.sort(key=lambda span: (span.start, span.rank))
+    return Timeline(num_ranks, tuple(moved), ((),) * num_ranks, ())
+
+
+def _timeout(timeout: float | None) -> float:
+    if timeout is None:
+        timeout = float(os.environ.get("FXPIPE_TIMEOUT", "1800"))
+    if timeout <= 0:
+        raise InputError(f"timeout must be a positive number of seconds, got {timeout}")
+    return timeout
+
+
+def _kind(kind: str | Kind) -> Kind:
+    if isinstance(kind, Kind):
+        return kind
+    for known in Kind:
+        if kind in (known.name, known.text):
+            return known
+    raise ScheduleError(
+        f"there is no action kind {kind!r}; known: {', '.join(known.text for known in Kind)}"
+    )

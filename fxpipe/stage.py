@@ -1,0 +1,121 @@
+"""A pipeline stage: a module, where it stands, and what it exchanges with others.
+
+`PipelineStage` takes any module written by hand; `build_stage` (and
+`Pipe.build_stage`) a module that fxpipe cut out of a model. Both are one class:
+they differ only in their `front`, which knows how to call the module and where
+its interface comes from.
+
+    stage = PipelineStage(layers, stage_index=1, num_stages=4, device="cpu")
+    stage = pipe.build_stage(1, device="cuda")
+
+`stage.submod` may be replaced before the first step, for example by a
+DistributedDataParallel, a `fully_shard`ed or a compiled version of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.fronts import ManualFront, TracedFront
+from fxpipe.runtime.local import LocalGroup, resolve_group
+
+if TYPE_CHECKING:
+    from fxpipe.graph.pipe import PipeInfo
+
+__all__ = ["PipelineStage", "build_stage"]
+
+
+class PipelineStage:
+    """One stage of a pipeline on one device.
+
+    Args:
+        submodule: the module to run.
+        stage_index: its place among the `num_stages` stages.
+        device: where it runs and where what it receives is put.
+        input_args, output_args: example tensors (one microbatch) of what the stage
+            takes and returns. Optional: what is missing is inferred, without
+            running the module on real data. What is given is checked.
+        group: the process group of this pipeline, or a `LocalGroup` to run all
+            ranks in this process. Default: all processes, or this one alone.
+        dw_builder: called after each backward; the function it returns computes
+            weight gradients that the module itself left undone.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: torch.Tensor | tuple[Any, ...] | None = None,
+        output_args: torch.Tensor | tuple[Any, ...] | None = None,
+        group: dist.ProcessGroup | LocalGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        if not isinstance(submodule, nn.Module):
+            raise InputError(f"a stage needs a torch.nn.Module, got {type(submodule).__name__}")
+        if num_stages < 1 or not 0 <= stage_index < num_stages:
+            raise InputError(
+                f"stage_index {stage_index} is not one of the {num_stages} stages; "
+                f"it must lie between 0 and num_stages - 1"
+            )
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.dw_builder = dw_builder
+        self.front: ManualFront | TracedFront = ManualFront(
+            _as_tuple(input_args), _as_tuple(output_args)
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def group_rank(self) -> int:
+        """This process's rank in the pipeline's group."""
+        group = resolve_group(self.group)
+        return 0 if isinstance(group, LocalGroup) else group.rank()
+
+    @property
+    def group_size(self) -> int:
+        group = resolve_group(self.group)
+        return group.num_ranks if isinstance(group, LocalGroup) else group.size()
+
+    def __repr__(self) -> str:
+        return (
+            f"PipelineStage({self.stage_index} of {self.num_stages}, "
+            f"{type(self.submod).__name__}, {self.device})"
+        )
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str,
+    group: dist.ProcessGroup | LocalGroup | None = None,
+) -> PipelineStage:
+    """A stage from a module that `pipeline` cut out, possibly wrapped or altered since."""
+    device = torch.device(device)
+    if not any(tensor.is_meta for tensor in (*stage_module.parameters(), *stage_module.buffers())):
+        stage_module.to(device)
+    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+    stage.front = TracedFront(pipe_info, stage_index)
+    return stage
+
+
+def _as_tuple(value: torch.Tensor | tuple[Any, ...] | None) -> tuple[Any, ...] | None:
+    return value if value is None or isinstance(value, tuple) else (value,)

@@ -5,11 +5,11 @@ Out: `args` and `kwargs` of every microbatch; and back, one output out of one of
 
 Nothing is sliced on a guess. Without a spec,
 
-- a tensor with the batch size in dimension 0 is split there, into views that differ by
-  one row at most: 10 rows in 4 microbatches are 3, 3, 2 and 2 rows;
+- a tensor with the batch size in dimension 0 is split there, without a copy, into parts
+  that differ by one row at most: 10 rows in 4 microbatches are 3, 3, 2 and 2 rows;
 - a tensor with size 1 there (it broadcasts over the rows), an empty or 0-dimensional
   tensor, None, a number, or another object without tensors goes whole to every microbatch
-  (an object is not copied: all microbatches see the same one);
+  (nothing is copied: all microbatches see the same one);
 - what has rows, but not those of the batch (`cu_seqlens`, a lookup table, a causal mask of
   length x length, a list with a number for every row), is refused: the `InputError` names
   it and the spec to write, since only the user knows whether it may be repeated.
@@ -41,7 +41,16 @@ from fxpipe.chunking.specs import (
     TensorChunkSpec,
     sum_reducer,
 )
-from fxpipe.chunking.split import check_chunks, deal_rows, natural_rows, pieces, read
+from fxpipe.chunking.split import (
+    Shared,
+    check_chunks,
+    check_unchanged,
+    deal_rows,
+    natural_rows,
+    pieces,
+    read,
+    shared_tensors,
+)
 from fxpipe.errors import InputError
 
 __all__ = [
@@ -70,12 +79,22 @@ class Split:
 
     `target` is None if there was none. `rows` are the rows of every microbatch, by which a
     mean over a microbatch counts in the mean over the batch; None if nothing carries rows.
+    `shared` are the tensors that go whole to every microbatch.
     """
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     target: list[Any] | None
     rows: tuple[int, ...] | None
+    shared: tuple[Shared, ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Call it after the step: was a tensor that all microbatches share left as it was?
+
+        Raises:
+            InputError: the model changed one in place; the message names it.
+        """
+        check_unchanged(self.shared)
 
 
 class Microbatches:
@@ -187,9 +206,10 @@ def split_batch(
     deal = deal_rows(read_trees, chunks)
     columns = [pieces(tree, deal, chunks) for tree in read_trees]
     rows = deal.rows if deal is not None else None
+    shared = shared_tensors(read_trees, chunks)
     if isinstance(target, Microbatches):
-        return Split(columns[0], columns[1], target.take(chunks), rows)
-    return Split(columns[0], columns[1], columns[2] if has_target else None, rows)
+        return Split(columns[0], columns[1], target.take(chunks), rows, shared)
+    return Split(columns[0], columns[1], columns[2] if has_target else None, rows, shared)
 
 
 def split_target(
@@ -235,7 +255,7 @@ def _target_tree(target: Any, spec: Any) -> _TreeToRead:
 
 def _rows_of_each(calls: Sequence[list[_TreeToRead]]) -> tuple[int, ...] | None:
     found = [natural_rows(read(trees)) for trees in calls]
-    return tuple(rows[0] for rows in found if rows) if all(found) else None
+    return tuple(batch.rows for batch in found if batch) if all(found) else None
 
 
 def _is_presplit(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -176,6 +176,10 @@ REFUSED = {
     "object_with_rows": (Opaque({"a": X}), "['arg']: a Opaque holds float32[8, 3]"),
     "slots_with_rows": (Slotted(X), "['arg']: a Slotted holds float32[8, 3]"),
     "set_with_rows": ({X}, "['arg']: a set holds float32[8, 3]"),
+    "nested": (
+        torch.nested.nested_tensor([X[i : i + 1] for i in range(8)], layout=torch.jagged),
+        "['arg']: nested float32[8, ...]: a nested tensor cannot be split without a copy",
+    ),
     "sparse": (X.to_sparse(), "['arg']: float32[8, 3]: a sparse_coo tensor cannot be split"),
 }
 
@@ -559,13 +563,61 @@ def test_chunks_are_views_and_gradients_flow_back():
     assert torch.equal(x.grad, torch.tensor([1.0, 1, 2, 2, 3])[:, None].expand(5, 3))
 
 
-def test_chunk_may_be_changed_in_place():
+def test_chunk_that_requires_gradients_may_be_changed_in_place():
     # torch.split and torch.tensor_split give views that autograd does not let change.
     x = (rand(4, 3).requires_grad_()) * 1
 
     args, _ = split_args_kwargs_into_chunks((x,), {}, 2)
 
     args[0][0].mul_(2)
+
+
+def test_changing_a_chunk_in_place_leaves_what_others_saved_valid():
+    # As views, all chunks would share one version counter: the second microbatch made the
+    # backward of the first one fail, in a model that starts with an in-place operation.
+    layer = torch.nn.Linear(3, 2)
+    x = rand(4, 3)
+    want = layer(x * 2).sum()
+
+    args, _ = split_args_kwargs_into_chunks((x,), {}, 2)
+    losses = [layer(chunk.mul_(2)).sum() for (chunk,) in args]
+    for loss in losses:
+        loss.backward()
+
+    assert torch.allclose(sum(losses), want)
+    assert torch.allclose(layer.weight.grad, x.sum(0).expand(2, 3))
+    assert args[1][0].data_ptr() == x[2:].data_ptr()
+
+
+def test_changing_a_shared_tensor_in_place_is_noticed():
+    # The second microbatch would work with what the first one left behind.
+    scale, bias = torch.tensor(2.0), rand(1, 3)
+    split = split_batch((X.clone(), scale), {"bias": bias}, 2)
+
+    split.args[0][0].mul_(2)
+    split.check_unchanged()
+    split.kwargs[0]["bias"].add_(1)
+
+    with pytest.raises(InputError, match=r"in place .*\n  kwargs\['bias'\]: float32\[1, 3\]\n"):
+        split.check_unchanged()
+
+
+def test_one_microbatch_shares_nothing():
+    split = split_batch((X, torch.tensor(2.0)), {}, 1)
+
+    split.args[0][1].add_(1)
+
+    split.check_unchanged()
+
+
+def test_inference_tensors_can_be_split():
+    with torch.inference_mode():
+        x, scale = rand(4, 2), torch.tensor(2.0)
+
+    split = split_batch((x, scale), {}, 2)
+
+    split.check_unchanged()
+    assert [len(args[0]) for args in split.args] == [2, 2]
 
 
 def test_containers_of_chunks_are_not_shared():

@@ -2,6 +2,7 @@
 
     tree    open and close containers, name the way to a leaf
     values  cut and join one tensor, DTensor or BlockMask
+    objects what an object that is no tree may hide
     specs   what a user may say about a leaf, and which leaf it was said about
     split   which leaves are cut, into how many rows each
     merge   one output out of one output of each microbatch

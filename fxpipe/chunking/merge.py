@@ -38,7 +38,7 @@ from fxpipe.chunking.specs import (
     not_a_spec,
     spec_text,
 )
-from fxpipe.chunking.tree import Path, Template, build, open_node, path_text
+from fxpipe.chunking.tree import Node, Path, Template, build, open_node, path_text
 from fxpipe.chunking.values import describe, is_dtensor, is_value, join, num_dims, num_rows
 from fxpipe.errors import InputError
 
@@ -70,7 +70,7 @@ def merge_chunks(
     merger.check()
     merged = [merger.merge(group) for group in merger.groups]
     merger.check()
-    return build(template, iter(merged))
+    return build(template, iter([[leaf] for leaf in merged]), 1)[0]
 
 
 @dataclass(slots=True)
@@ -121,13 +121,7 @@ class _Merger:
         nodes = [open_node(value) for value in values]
         first = nodes[0]
         for index, node in enumerate(nodes):
-            both = (node, first)
-            if both != (None, None) and (
-                node is None
-                or first is None
-                or type(values[index]) is not type(values[0])
-                or set(node.keys) != set(first.keys)
-            ):
+            if not _same_structure(values[0], first, values[index], node):
                 self.fault(path, _different(values, index))
                 return None
         said = leaf_spec(spec)
@@ -198,8 +192,12 @@ class _Merger:
             self.fault(group.path, f"{describe(values[0])} has no dimension {dim}")
             return None
         dim %= dims
+        if any(isinstance(value, torch.Tensor) and value.is_nested for value in values):
+            self.fault(group.path, "nested tensors cannot be concatenated", is_unclear=True)
+            return None
+        form = _form(values[0], dim)
         for index, value in enumerate(values):
-            if _form(value, dim) != _form(values[0], dim):
+            if _form(value, dim) != form:
                 text = f"{_different(values, index)}; these do not fit along dimension {dim}"
                 self.fault(group.path, text, is_unclear=True)
                 return None
@@ -244,6 +242,12 @@ def _sizes(group: _Group) -> list[int] | None:
     return [num_rows(value, dim) for value in group.values]
 
 
+def _same_structure(one: Any, node: Node | None, other: Any, other_node: Node | None) -> bool:
+    if node is None or other_node is None:
+        return node is other_node
+    return type(one) is type(other) and set(node.keys) == set(other_node.keys)
+
+
 def _is_mean(values: list[Any]) -> bool:
     return all(value.is_floating_point() or value.is_complex() for value in values)
 
@@ -260,8 +264,9 @@ def _fits(values: list[Any], rows: Sequence[int]) -> bool:
 def _form(value: Any, dim: int) -> Any:
     if isinstance(value, BlockMask):
         return BlockMask
-    sizes = [value.size(other) for other in range(value.dim()) if other != dim]
-    return value.dim(), sizes, value.dtype, value.layout, value.device, is_dtensor(value)
+    shape = value.shape
+    kind = (type(value), value.dtype, value.device, value.layout)
+    return kind, len(shape), shape[:dim], shape[dim + 1 :]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -10,15 +10,15 @@ collected and refused in one error. The rules are those of `fxpipe.microbatch`.
 
 from __future__ import annotations
 
-import enum
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from fxpipe.chunking.objects import hidden_rows
 from fxpipe.chunking.specs import (
     Replicate,
     TensorChunkSpec,
@@ -31,7 +31,19 @@ from fxpipe.chunking.tree import Path, Template, build, open_node, path_text
 from fxpipe.chunking.values import Deal, cut, deal_of, describe, is_value, num_dims, num_rows
 from fxpipe.errors import InputError
 
-__all__ = ["Leaf", "Tree", "check_chunks", "deal_rows", "natural_rows", "pieces", "read"]
+__all__ = [
+    "Batch",
+    "Leaf",
+    "Shared",
+    "Tree",
+    "check_chunks",
+    "check_unchanged",
+    "deal_rows",
+    "natural_rows",
+    "pieces",
+    "read",
+    "shared_tensors",
+]
 
 
 @dataclass(slots=True)
@@ -68,6 +80,21 @@ class Tree:
         return f"{self.text(leaf.path)}: {describe(leaf.value)}"
 
 
+class Shared(NamedTuple):
+    """A tensor that several microbatches see, and its version when it was given to them."""
+
+    tree: Tree
+    leaf: Leaf
+    version: int
+
+
+class Batch(NamedTuple):
+    """A batch size, and the text that says where it was found."""
+
+    rows: int
+    where: Callable[[], str]
+
+
 def read(trees: Sequence[tuple[str, str, Any, Any]]) -> list[Tree]:
     """Take trees of inputs apart, each given as root name, spec name, value and spec.
 
@@ -95,8 +122,8 @@ def check_chunks(chunks: int) -> None:
         raise InputError(f"the number of microbatches must be a positive int, got {chunks!r}")
 
 
-def natural_rows(trees: Sequence[Tree]) -> tuple[int, str] | None:
-    """The batch size, and the leaf it was taken from; None if nothing carries rows.
+def natural_rows(trees: Sequence[Tree]) -> Batch | None:
+    """The batch size; None if nothing carries rows.
 
     A spec decides, else the positional arguments, else the keyword arguments, else the
     target. Among several, the first that does not just broadcast.
@@ -104,18 +131,17 @@ def natural_rows(trees: Sequence[Tree]) -> tuple[int, str] | None:
     inputs = [tree for tree in trees if tree.root != "target"]
     targets = [tree for tree in trees if tree.root == "target"]
     for group in (inputs, targets):
-        said = [(tree, leaf) for tree in group for leaf in tree.leaves if leaf.dim is not None]
-        if said:
-            tree, leaf = said[0]
-            return num_rows(leaf.value, leaf.dim or 0), tree.line(leaf)
+        for tree in group:
+            for leaf in tree.leaves:
+                if leaf.dim is not None:
+                    return Batch(num_rows(leaf.value, leaf.dim), partial(tree.line, leaf))
         for tree in group:
             leaves = [leaf for leaf in tree.leaves if leaf.has_rows]
             if leaves:
                 # Sizes 0 and 1 only count where there is nothing larger.
                 sizes = [num_rows(leaf.value) for leaf in leaves]
-                index = next((i for i, size in enumerate(sizes) if size > 1), None)
-                index = sizes.index(max(sizes)) if index is None else index
-                return sizes[index], tree.line(leaves[index])
+                size = next((size for size in sizes if size > 1), max(sizes))
+                return Batch(size, partial(tree.line, leaves[sizes.index(size)]))
     return None
 
 
@@ -127,21 +153,21 @@ def deal_rows(trees: Sequence[Tree], chunks: int, rows: Sequence[int] | None = N
     Raises:
         InputError: sizes that contradict each other, inputs that cannot be told, too few rows.
     """
-    found = natural_rows(trees)
+    batch = natural_rows(trees)
     if rows is not None:
-        found = (sum(rows), f"microbatches of {', '.join(map(str, rows))} rows")
+        batch = Batch(sum(rows), lambda: f"microbatches of {_numbers(rows)} rows")
     if chunks == 1:
-        return Deal((found[0],), (found[0],)) if found else None
-    if found is None:
-        _decide(trees, None, "inputs without a batch")
+        return Deal((batch.rows,), (batch.rows,)) if batch else None
+    if batch is None:
+        _decide(trees, None)
         return None
-    batch, source = found
-    _check_said(trees, batch, source)
-    _decide(trees, batch, f"the batch of {batch} rows ({source})")
-    if batch < chunks:
+    _check_said(trees, batch)
+    _decide(trees, batch)
+    if batch.rows < chunks:
         raise InputError(
-            f"a batch of {batch} rows cannot be split into {chunks} microbatches ({source}): "
-            f"give at least {chunks} rows, or use at most {max(batch, 1)} microbatches"
+            f"a batch of {batch.rows} rows cannot be split into {chunks} microbatches "
+            f"({batch.where()}): give at least {chunks} rows, or use at most "
+            f"{max(batch.rows, 1)} microbatches"
         )
     return _deal(trees, chunks, rows)
 
@@ -154,7 +180,35 @@ def pieces(tree: Tree, deal: Deal | None, chunks: int) -> list[Any]:
         else cut(leaf.value, leaf.dim, deal.rows)
         for leaf in tree.leaves
     ]
-    return [build(tree.template, iter([column[i] for column in columns])) for i in range(chunks)]
+    return list(build(tree.template, iter(columns), chunks))
+
+
+def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
+    """The tensors that several microbatches are going to see."""
+    return tuple(
+        Shared(tree, leaf, leaf.value._version)
+        for tree in trees
+        for leaf in tree.leaves
+        if chunks > 1
+        and leaf.dim is None
+        and isinstance(leaf.value, torch.Tensor)
+        and not leaf.value.is_inference()
+    )
+
+
+def check_unchanged(shared: Sequence[Shared]) -> None:
+    """Raises:
+    InputError: one of these was changed in place since, so that others saw the change.
+    """
+    changed = [one for one in shared if one.leaf.value._version != one.version]
+    if changed:
+        raise InputError(
+            "the model changes inputs in place that go whole to every microbatch, so later "
+            "microbatches saw them changed, and the step is wrong:"
+            + _lines([one.tree.line(one.leaf) for one in changed])
+            + "\nlet the model work on a copy (x = x.clone()), or pass Microbatches([...]) in "
+            "which every microbatch has its own"
+        )
 
 
 # ---------------------------------------------------------------------------- reading
@@ -220,43 +274,45 @@ def _resolve(tree: Tree, leaf: Leaf, faults: list[str]) -> None:
 # --------------------------------------------------------------------------- deciding
 
 
-def _check_said(trees: Sequence[Tree], batch: int, source: str) -> None:
+def _check_said(trees: Sequence[Tree], batch: Batch) -> None:
     said = [(tree, leaf) for tree in trees for leaf in tree.leaves if leaf.dim is not None]
-    if any(num_rows(leaf.value, leaf.dim or 0) != batch for _, leaf in said):
+    if any(num_rows(leaf.value, leaf.dim or 0) != batch.rows for _, leaf in said):
         lines = [
             f"{tree.line(leaf)}, {leaf.spec!r}: {num_rows(leaf.value, leaf.dim or 0)}"
             for tree, leaf in said
         ]
         raise InputError(
-            f"inputs have different sizes along the dimensions to split; the batch has {batch} "
-            f"rows ({source}):" + _lines(lines)
+            f"inputs have different sizes along the dimensions to split; the batch has "
+            f"{batch.rows} rows ({batch.where()}):" + _lines(lines)
         )
 
 
-def _decide(trees: Sequence[Tree], batch: int | None, whole: str) -> None:
+def _decide(trees: Sequence[Tree], batch: Batch | None) -> None:
+    rows = batch.rows if batch else None
     refused: list[tuple[Tree, Path, str]] = []
     for tree in trees:
         for leaf in tree.leaves:
             if leaf.has_rows:
                 size = num_rows(leaf.value)
-                if size == batch:
+                if size == rows:
                     leaf.dim = 0
                 elif tree.root == "target" or not (size == 1 or _is_empty(leaf.value)):
                     refused.append((tree, leaf.path, f"{tree.line(leaf)} has {size} rows"))
             elif not is_value(leaf.value) and not isinstance(leaf.spec, Replicate):
-                hidden = _hidden_rows(leaf.value)
+                hidden = hidden_rows(leaf.value)
                 if hidden:
                     reason = f"{tree.line(leaf)} holds {hidden}, but is not a tree of tensors"
                     refused.append((tree, leaf.path, reason))
         for path, length in tree.lists:
-            if length == batch and length > 1:
+            if length == rows and length > 1:
                 reason = f"{tree.text(path)}: a list of {length} plain values, maybe one per row"
                 refused.append((tree, path, reason))
     if refused:
-        _refuse(refused, whole)
+        _refuse(refused, batch)
 
 
-def _refuse(refused: list[tuple[Tree, Path, str]], whole: str) -> None:
+def _refuse(refused: list[tuple[Tree, Path, str]], batch: Batch | None) -> None:
+    whole = f"the batch of {batch.rows} rows ({batch.where()})" if batch else "the inputs"
     specs = []
     for tree in {id(tree): tree for tree, _, _ in refused}.values():
         paths = [path for owner, path, _ in refused if owner is tree]
@@ -306,40 +362,6 @@ def _deal(trees: Sequence[Tree], chunks: int, rows: Sequence[int] | None) -> Dea
             f"{_numbers(dealt[0][1].rows)} rows, not into {_numbers(rows)}"
         )
     return Deal(tuple(rows), shards)
-
-
-# ---------------------------------------------------------------------------- objects
-
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type),
-    *(torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator, torch.nn.Module),
-    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
-)
-
-
-def _hidden_rows(value: Any, depth: int = 4) -> str | None:
-    """What an object that cannot be opened (an array, a cache) holds that has rows."""
-    if isinstance(value, _PLAIN) or depth == 0:
-        return None
-    if isinstance(value, torch.Tensor):
-        return describe(value) if value.dim() > 0 and value.size(0) > 1 else None
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and shape and shape[0] != 1:
-        return f"an array of shape {tuple(shape)}"
-    return next(filter(None, (_hidden_rows(part, depth - 1) for part in _parts(value))), None)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple | set | frozenset):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
-    else:
-        yield from getattr(value, "__dict__", {}).values()
-        for kind in type(value).__mro__:
-            slots = getattr(kind, "__slots__", ())
-            names = [slots] if isinstance(slots, str) else slots
-            yield from (getattr(value, name) for name in names if hasattr(value, name))
 
 
 def _numbers(values: Sequence[int]) -> str:

@@ -71,12 +71,15 @@ def open_node(value: Any) -> Node | None:
     return None
 
 
-def build(template: Template, leaves: Iterator[Any]) -> Any:
-    """Put leaves, in their order, back into the tree they were taken from."""
+def build(template: Template, columns: Iterator[Sequence[Any]], count: int) -> Sequence[Any]:
+    """`count` trees like the one that was taken apart, given a column of leaves for each leaf."""
     if template is None:
-        return next(leaves)
+        return next(columns)
     node, children = template
-    return node.rebuild([build(child, leaves) for child in children])
+    if not children:
+        return [node.rebuild([]) for _ in range(count)]
+    rows = zip(*[build(child, columns, count) for child in children], strict=True)
+    return [node.rebuild(list(row)) for row in rows]
 
 
 def path_text(root: str, path: Path) -> str:

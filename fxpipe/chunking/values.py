@@ -1,7 +1,7 @@
 """Cut one value along its batch dimension, and put such pieces together again.
 
-A value is a tensor, a `DTensor` or a flex attention `BlockMask`. Pieces are views: nothing
-is copied, and gradients flow back to the value.
+A value is a tensor, a `DTensor` or a flex attention `BlockMask`. Nothing is copied; pieces
+of what requires a gradient are views, through which gradients flow back.
 
 A `DTensor` that is sharded along its batch dimension is cut on every rank by itself,
 without communication: a microbatch then holds some rows of every shard, not the first
@@ -78,9 +78,10 @@ def describe(value: Any) -> str:
     if isinstance(value, BlockMask):
         return f"BlockMask{list(value.shape)}"
     if isinstance(value, torch.Tensor):
-        sizes = ", ".join(str(value.size(dim)) for dim in range(value.dim()) if not value.is_nested)
         name = str(value.dtype).removeprefix("torch.")
-        return f"{name}[{sizes}]" if not value.is_nested else f"nested {name}[{len(value)}, ...]"
+        if value.is_nested:  # sizes of its other dimensions may not exist
+            return f"nested {name}[{value.size(0)}, ...]"
+        return f"{name}{list(value.shape)}"
     if value is None or isinstance(value, bool):
         return str(value)
     if isinstance(value, int | float | complex | str):
@@ -116,13 +117,18 @@ def deal_of(value: Any, dim: int, chunks: int) -> Deal:
 
 
 def cut(value: Any, dim: int, rows: Sequence[int]) -> list[Any]:
-    """The pieces of `value` along `dim`, as views; `value` itself if there is one piece."""
+    """The pieces of `value` along `dim`, none copied; `value` itself if there is one piece."""
     if len(rows) == 1:
         return [value]
     if isinstance(value, BlockMask):
         return [_cut_mask(value, start, size) for start, size in _spans(rows)]
     if is_dtensor(value):
         return _cut_dtensor(value, dim, rows)
+    if type(value) is torch.Tensor and not value.requires_grad:
+        # Pieces share memory, but not a version counter: were they views, a model that
+        # changes its input in place would, in the second microbatch, invalidate what
+        # the first one saved for its backward.
+        return list(torch.unsafe_split_with_sizes(value, tuple(rows), dim))
     return [value.narrow(dim, start, size) for start, size in _spans(rows)]
 
 

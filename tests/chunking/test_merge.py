@@ -288,6 +288,10 @@ UNMERGEABLE = {
         "microbatch 0 gave float32[2], microbatch 1 gave float64",
     ),
     "mixed_scalars": ([rand(2), scalar(1.0)], "gave float32[2], microbatch 1 gave float32[]"),
+    "nested": (
+        [torch.nested.nested_tensor([rand(2), rand(1)], layout=torch.jagged)] * 2,
+        "output: nested tensors cannot be concatenated",
+    ),
     "array": ([np.zeros(2), np.ones(2)], "microbatches 0 and 1 gave different values (a ndarray)"),
     "object": ([DynamicCache(), DynamicCache()], "gave different values (a DynamicCache)"),
 }

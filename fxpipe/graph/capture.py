@@ -13,6 +13,7 @@ batch alone is tried, then plain numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -26,9 +27,11 @@ from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.markers import SplitPoint, listening
+from fxpipe.graph.modes import merge_modes
 from fxpipe.graph.preserve import preserved
 from fxpipe.graph.shapes import InputDim, Sizes, all_dims, batch_dims
 from fxpipe.graph.structure import map_leaves, walk
+from fxpipe.graph.tape import STAGE_DEVICE
 from fxpipe.graph.trace import Trace
 
 __all__ = ["TracedGraph", "capture"]
@@ -96,11 +99,34 @@ def _capture(
     splits: Mapping[str, SplitPoint],
     dims: Mapping[InputDim, str],
 ) -> TracedGraph:
-    while True:
-        result, wanted = _trace_once(module, call, named, opened, splits, dims)
-        if not wanted - opened:
-            return result
-        opened |= wanted
+    def traced(training: bool | None) -> _Traced:
+        while True:
+            result = _trace_once(module, call, named, opened, splits, dims, training)
+            if not result.wanted - opened:
+                return result
+            opened.update(result.wanted)
+
+    flags = {part.training for part in module.modules()}
+    first = traced(None)
+    if not first.reads_training:
+        return first.graph
+    training = first if flags == {True} else traced(True)
+    evaluation = first if flags == {False} else traced(False)
+    merge_modes(training.graph.graph, evaluation.graph.graph)
+    return _joined(training.graph, evaluation.graph)
+
+
+def _joined(training: TracedGraph, evaluation: TracedGraph) -> TracedGraph:
+    conditions = dict.fromkeys((*training.inputs.conditions, *evaluation.inputs.conditions))
+    inputs = dataclasses.replace(training.inputs, conditions=tuple(conditions))
+    return dataclasses.replace(training, inputs=inputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traced:
+    graph: TracedGraph
+    wanted: set[str]
+    reads_training: bool
 
 
 def _trace_once(
@@ -110,7 +136,8 @@ def _trace_once(
     opened: set[str],
     splits: Mapping[str, SplitPoint],
     dims: Mapping[InputDim, str],
-) -> tuple[TracedGraph, set[str]]:
+    training: bool | None,
+) -> _Traced:
     mode = fake_mode()
     sizes = Sizes(mode, dims)
     with ExitStack() as stack:
@@ -119,6 +146,9 @@ def _trace_once(
         stack.enter_context(torch.enable_grad())
         state = FakeState(mode, module, all_trainable=True)
         stack.enter_context(state.fake())
+        if training is not None:
+            for part in module.modules():
+                part.training = training
         trace = Trace(module, mode, sizes, state, opened, splits)
         fakes = sizes.fake(named, on_trace_device)
         _place_inputs(trace, fakes)
@@ -132,7 +162,8 @@ def _trace_once(
         trace.finish(output)
     if not trace.wanted - opened:
         _check_called(splits, trace.called)
-    return _finished(module, trace, sizes, fakes, opened), trace.wanted
+    graph = _finished(module, trace, sizes, fakes, opened)
+    return _Traced(graph, trace.wanted, bool(trace.training_read))
 
 
 def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
@@ -179,10 +210,11 @@ def _finished(
     module: nn.Module, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any], opened: set[str]
 ) -> TracedGraph:
     graph = trace.tape.graph
+    describe = functools.partial(_described, sizes, trace.tape.trace_devices)
     for node in graph.nodes:
         if "val" in node.meta:
             value = node.meta.pop("val")
-            node.meta["spec"] = map_leaves(lambda leaf: _described(sizes, leaf), value)
+            node.meta["spec"] = map_leaves(describe, value)
         node.args = _plain_sizes(node.args, sizes)
         node.kwargs = _plain_sizes(node.kwargs, sizes)
     example = spec_inputs(fakes, sizes.spec)
@@ -194,7 +226,9 @@ def _autocast_is_on() -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def _described(sizes: Sizes, leaf: Any) -> Any:
+def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return STAGE_DEVICE if leaf in devices else leaf
     if isinstance(leaf, torch.Tensor):
         return sizes.spec(leaf)
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):

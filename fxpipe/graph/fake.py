@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.preserve import preserved, preserved_values
+from fxpipe.graph.preserve import local_tensor, preserved, preserved_values
 from fxpipe.graph.structure import map_leaves
 
 __all__ = ["FakeState", "Quiet", "fake_mode", "grown", "on_trace_device", "probe", "run_real"]
@@ -39,6 +39,8 @@ def probe(
 
     `args` and `kwargs` may hold real tensors, fake tensors or `TensorSpec`s.
     """
+    while type(module).__name__ == "DistributedDataParallel":
+        module = module.module  # its forward may start collectives
     inputs = (tuple(args), dict(kwargs or {}))
     mode = _mode_of(inputs) or fake_mode()
     with contextlib.ExitStack() as stack:
@@ -53,8 +55,10 @@ def probe(
                 return module(*fakes[0], **fakes[1])
             except Exception as error:
                 failure = error
+        if state.is_sharded:
+            raise failure
         with state.real():
-            return run_real(mode, module, module, *fakes, failure)
+            return run_real(mode, module, module, fakes[0], fakes[1], failure)
 
 
 class Quiet:
@@ -78,7 +82,10 @@ class Quiet:
 def fake_mode() -> FakeTensorMode:
     """Make a fake mode with symbolic sizes that takes stray real tensors as they come."""
     env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    # With symbolic sizes looking results up costs more than computing them.
+    mode.cache_enabled = False
+    return mode
 
 
 def on_trace_device(tensor: torch.Tensor) -> torch.device:
@@ -107,6 +114,7 @@ class FakeState:
         self._fakes: dict[int, torch.Tensor] = {}
         self._slots: list[_Slot] = []
         self.real_of: dict[int, torch.Tensor] = {}
+        self.is_sharded = False  # a run on the real tensors would start collectives
         self._all_trainable = all_trainable
         with mode:
             for part in module.modules():
@@ -115,7 +123,11 @@ class FakeState:
 
     def _slots_in(self, place: dict[str, Any]) -> Iterator[_Slot]:
         for key, value in place.items():
-            if isinstance(value, torch.Tensor) and _is_plain(value):
+            if not isinstance(value, torch.Tensor):
+                continue
+            sharded = local_tensor(value) is not value
+            self.is_sharded |= sharded
+            if sharded or _is_plain(value):
                 yield _Slot(place, key, value, self._fake_of(value))
 
     def _fake_of(self, real: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxpipe.graph import markers
 from fxpipe.graph.fake import FakeState, run_real
-from fxpipe.graph.structure import SYMBOLIC, map_leaves, walk
+from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, walk
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
 
@@ -54,7 +54,7 @@ class LeafRuns:
             return LeafOutcome(map_leaves(_fresh_leaf, known.output), known.changed)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        inside = [id(leaf) for _, leaf in walk((args, kwargs))]
+        inside = contents((args, kwargs))
         output = self._run(module, call, args, kwargs)
         changed = tuple(
             index
@@ -62,7 +62,7 @@ class LeafRuns:
             if tensor._version != version
         )
         outcome = LeafOutcome(map_leaves(_fresh_leaf, output), changed)
-        if key is not None and inside == [id(leaf) for _, leaf in walk((args, kwargs))]:
+        if key is not None and inside == contents((args, kwargs)):
             self._outcomes[key] = outcome
             return LeafOutcome(map_leaves(_fresh_leaf, outcome.output), changed)
         return outcome

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["preserved", "preserved_values"]
+__all__ = ["local_tensor", "preserved", "preserved_values"]
 
 _MUTABLE = (dict, list, set)
 
@@ -43,7 +43,8 @@ def preserved(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def preserved_values(module: nn.Module) -> Iterator[None]:
     """Restore the contents of parameters and buffers on exit."""
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
+    state = (*module.parameters(), *module.buffers())
+    tensors = [local_tensor(tensor) for tensor in state if not tensor.is_meta]
     saved = [(t, t.detach().clone()) for t in tensors]
     try:
         yield
@@ -52,6 +53,12 @@ def preserved_values(module: nn.Module) -> Iterator[None]:
             for tensor, value in saved:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor (comparing whole ones communicates)."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def _snapshot(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,8 +21,9 @@ from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.dims import evaluate, text
 from fxpipe.graph.interface import Received, Sent, TensorSpec
-from fxpipe.graph.structure import branch, walk
-from fxpipe.graph.tape import Rebuild, StageDevice
+from fxpipe.graph.modes import TrainingFlag
+from fxpipe.graph.structure import branch, mutable_parts, walk
+from fxpipe.graph.tape import WRITABLE, Constant, Fresh, Rebuild, StageDevice
 from fxpipe.graph.trace import Ambient
 
 __all__ = ["StageGraph", "StageWriter", "device_of"]
@@ -38,6 +39,7 @@ class StageGraph:
     sent: tuple[Sent, ...]
     modules: tuple[str, ...]
     tensors: tuple[str, ...]
+    containers: tuple[str, ...]
 
 
 class StageWriter:
@@ -60,6 +62,7 @@ class StageWriter:
         self._tensors: dict[str, None] = {}
         self._sizes: dict[str, fx.Node] = {}
         self._dims: dict[str, tuple[fx.Node, int]] = {}
+        self._flags: dict[str, fx.Node] = {}
         self._device: fx.Node | None = None
         self._placeholders: list[fx.Node] = []
         for node in received:
@@ -94,15 +97,20 @@ class StageWriter:
             self._tensors[target] = None
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         ambient: Ambient | None = node.meta.get("ambient")
+        only: bool | None = node.meta.get("only")
         if node.op == "call_module":
             self._modules[target] = None
-        if ambient is None or (node.op == "call_function" and isinstance(target, Rebuild)):
+        if isinstance(target, Rebuild) or (ambient is None and only is None):
             return self._graph.create_node(node.op, target, args, kwargs, node.name)
         if node.op == "call_module":
             args = (self._graph.create_node("get_attr", target, (), {}), *args)
             target = None
-        within = Within(ambient, target)
-        return self._graph.create_node("call_function", within, args, kwargs, node.name)
+        if ambient is not None:
+            target = Within(ambient, target)
+        if only is not None:
+            args = (self._training(node.meta.get("owner") or ""), *args)
+            target = OnlyIf(only, target)
+        return self._graph.create_node("call_function", target, args, kwargs, node.name)
 
     def _input(self, node: fx.Node) -> fx.Node:
         name = str(node.target)
@@ -124,7 +132,7 @@ class StageWriter:
                 return self._copies[owner]
             found = branch(value)
             if found is None:
-                return self.argument(value)
+                return self._constant(value)
             children = []
             for (_, key), child in zip(found.accessors, found.children, strict=True):
                 part = next(
@@ -146,6 +154,12 @@ class StageWriter:
             return built
         return self._graph.create_node("call_function", _same, (built,), {})
 
+    def _constant(self, value: Any) -> Any:
+        if isinstance(value, (*WRITABLE, sympy.Basic)):
+            return self.argument(value)
+        kind = Fresh if any(True for _ in mutable_parts(value)) else Constant
+        return self._graph.create_node("call_function", kind(value), (), {})
+
     # -- arguments
 
     def argument(self, value: Any) -> Any:
@@ -156,6 +170,8 @@ class StageWriter:
             return self._number(value)
         if isinstance(value, StageDevice):
             return self._stage_device()
+        if isinstance(value, TrainingFlag):
+            return self._training(value.module)
         if isinstance(value, (tuple, list)):
             return type(value)(self.argument(part) for part in value)
         if isinstance(value, dict):
@@ -163,6 +179,14 @@ class StageWriter:
         if isinstance(value, slice):
             return slice(*(self.argument(p) for p in (value.start, value.stop, value.step)))
         return value
+
+    def _training(self, module: str) -> fx.Node:
+        # Read where it is used: the flag may change between runs, not within one.
+        name = f"{module}.training" if module else "training"
+        if name not in self._flags:
+            with self._graph.inserting_after(self._first):
+                self._flags[name] = self._graph.create_node("get_attr", name, (), {}, "training")
+        return self._flags[name]
 
     def _number(self, expr: sympy.Basic) -> Any:
         if isinstance(expr, sympy.Symbol):
@@ -228,6 +252,15 @@ class StageWriter:
 
     # -- the end
 
+    def _sendable(self, node: fx.Node) -> fx.Node:
+        """Return a node's tensor; one that exists in one mode only is zeros in the other."""
+        made: fx.Node = self.copy(node)
+        if node.meta.get("only") is None:
+            return made
+        spec: TensorSpec = node.meta["spec"]
+        shape = tuple(self.argument(sympy.sympify(size)) for size in spec.shape)
+        return self._graph.call_function(or_zeros, (made, shape, spec.dtype, self._stage_device()))
+
     def finish(
         self,
         received: tuple[Received, ...],
@@ -238,7 +271,7 @@ class StageWriter:
         if isinstance(output, fx.Node):
             self._graph.output(self.argument(output.args[0]))
         else:
-            values = tuple(self.copy(node) for node in output)
+            values = tuple(self._sendable(node) for node in output)
             self._graph.output(values[0] if len(values) == 1 else values)
         self._graph.erase_node(self._first)
         return StageGraph(
@@ -248,6 +281,7 @@ class StageWriter:
             sent,
             tuple(self._modules),
             tuple(self._tensors),
+            tuple(name.rpartition(".")[0] for name in self._flags),
         )
 
 
@@ -260,6 +294,11 @@ def _start() -> None:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
+    """Return the value, or zeros if this mode does not compute it."""
+    return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
 
 
 def device_of(value: Any) -> torch.device:
@@ -309,11 +348,31 @@ class Within:
                 stack.enter_context(
                     torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
                 )
-            if isinstance(self._target, str):
-                return getattr(args[0], self._target)(*args[1:], **kwargs)
-            if self._target is None:
-                return args[0](*args[1:], **kwargs)
-            return self._target(*args, **kwargs)
+            return _call(self._target, args, kwargs)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Within:
         return self
+
+
+class OnlyIf:
+    """A callable that runs another in one mode only; its first argument is the flag."""
+
+    def __init__(self, training: bool, target: Any) -> None:
+        self._training = training
+        self._target = target
+        name = getattr(target, "__name__", str(target or "call"))
+        self.__name__ = self.__qualname__ = f"{name}_if_{'training' if training else 'evaluating'}"
+        self.__module__ = __name__
+
+    def __call__(self, training: bool, *args: Any, **kwargs: Any) -> Any:
+        return _call(self._target, args, kwargs) if training is self._training else None
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> OnlyIf:
+        return self
+
+
+def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function, a method by its name, or the module that is the first argument."""
+    if isinstance(target, str):
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs) if target is not None else args[0](*args[1:], **kwargs)

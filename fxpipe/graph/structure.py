@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -24,7 +25,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Accessor", "Branch", "branch", "has_tensor", "map_leaves", "walk"]
+__all__ = [
+    "Accessor",
+    "Branch",
+    "branch",
+    "contents",
+    "copied",
+    "has_tensor",
+    "map_leaves",
+    "mutable_parts",
+    "snapshot",
+    "walk",
+]
 
 # How to get from a value to its child: ("item", key), ("attr", name) or ("child", index).
 Accessor = tuple[str, Any]
@@ -99,7 +111,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bool:
     """Say whether a tensor or a symbolic number is anywhere inside a value."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)) or getattr(type(value), "is_atom", False):
         return True
     seen = set() if _seen is None else _seen
     if isinstance(value, _ATOMS) or _depth > _DEEPEST or id(value) in seen:
@@ -114,6 +126,68 @@ def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bo
     else:
         return False
     return any(has_tensor(part, _depth + 1, seen) for part in inner)
+
+
+def snapshot(value: Any) -> Any:
+    """Return the value with the same leaves in new containers and objects."""
+    found = branch(value)
+    if found is not None:
+        return found.make(tuple(map(snapshot, found.children)))
+    return copied(value) if any(True for _ in mutable_parts(value)) else value
+
+
+def copied(value: Any) -> Any:
+    """Return a deep copy, or the value itself if it cannot be copied."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
+def mutable_parts(value: Any) -> Iterator[Any]:
+    """Yield what a callee could change: plain lists and dicts, and objects as a whole."""
+    if isinstance(value, (*_ATOMS, enum.Enum)) or getattr(type(value), "is_atom", False):
+        return
+    if type(value) in (tuple, list, dict):
+        if type(value) is not tuple:
+            yield value
+        for part in _parts(value) or ():
+            yield from mutable_parts(part)
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from mutable_parts(part)
+    elif _parts(value) is not None:
+        yield value
+
+
+def contents(value: Any, _depth: int = 0) -> Any:
+    """Describe what is inside a value, so that two descriptions show whether it changed.
+
+    For a plain list or dict only which things are in it, not what those hold.
+    """
+    if _depth == 0 and type(value) in (list, dict):
+        return (
+            tuple(value) if isinstance(value, dict) else (),
+            tuple(map(id, _parts(value) or ())),
+        )
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, _ATOMS) or _depth > _DEEPEST:
+        return id(value)
+    parts = _parts(value)
+    if parts is None:
+        return id(value)
+    keys = tuple(value) if isinstance(value, dict) else ()
+    return (id(value), keys, tuple(contents(part, _depth + 1) for part in parts))
+
+
+def _parts(value: Any) -> tuple[Any, ...] | None:
+    if isinstance(value, dict):
+        extra = tuple(vars(value).values()) if hasattr(value, "__dict__") else ()
+        return (*value.values(), *extra)
+    if isinstance(value, (tuple, list, set, frozenset, collections.deque)):
+        return tuple(value)
+    return tuple(vars(value).values()) if hasattr(value, "__dict__") else None
 
 
 def _items(keys: Any) -> tuple[Accessor, ...]:

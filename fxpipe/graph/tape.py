@@ -15,6 +15,7 @@ view, taken again after the change", so that a cut between the two stays right.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph.structure import SYMBOLIC, Accessor, branch, walk
+from fxpipe.graph.structure import (
+    SYMBOLIC,
+    Accessor,
+    branch,
+    contents,
+    copied,
+    mutable_parts,
+    snapshot,
+    walk,
+)
 
 __all__ = [
     "STAGE_DEVICE",
@@ -73,9 +83,21 @@ class Rebuild:
         return self
 
 
+def last_part(node: fx.Node) -> fx.Node:
+    """Return the last of the nodes behind this one that only take parts of its value."""
+    while node.next.meta.get("accessor") and node.next.op == "call_function":
+        node = node.next
+    return node
+
+
 def child_of(value: Any, index: int) -> Any:
     """Return one child of a value that is registered with torch's pytree."""
     return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][index]
+
+
+def given(value: Any) -> Any:
+    """Return `value`: a list or dict that needs an identity because a call changes it."""
+    return value
 
 
 def after(value: Any, change: Any) -> Any:
@@ -108,11 +130,11 @@ class Tape:
         self._state_name = state_name
         self._real_of = real_of
         self._held: dict[int, _Held] = {}
-        self._objects: dict[int, tuple[Any, fx.Node, tuple[Accessor, ...], tuple[int, ...]]] = {}
+        self._objects: dict[int, tuple[Any, fx.Node, tuple[Accessor, ...], Any]] = {}
         self._accessed: dict[tuple[fx.Node, tuple[Accessor, ...]], fx.Node] = {}
         self._state: dict[str, fx.Node] = {}
         self._changes: dict[int, list[fx.Node]] = {}
-        self._constants: list[Any] = []
+        self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
         self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
         self.trace_devices: frozenset[torch.device] = frozenset()
         self.decorate: Callable[[fx.Node], None] = lambda node: None
@@ -145,7 +167,8 @@ class Tape:
         if found.is_plain:
             return found.make(children)
         node = self.write("call_function", Rebuild(type(value), found.make), children, {})
-        node.meta["val"] = value
+        node.meta["val"] = snapshot(value)
+        self._know_object(value, node, ())
         return node
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
@@ -175,21 +198,40 @@ class Tape:
         return self._state[name]
 
     def _constant(self, value: Any) -> Any:
-        if isinstance(value, _WRITABLE) or (
+        if isinstance(value, WRITABLE) or (
             isinstance(value, type) and value.__module__ == "builtins"
         ):
             return value
-        self._constants.append(value)
-        return self.write("call_function", Constant(value), (), {})
+        node = self.write("call_function", Constant(value), (), {})
+        node.meta["val"] = value
+        if any(True for _ in mutable_parts(value)):
+            self._constants.append((node, value, copied(value), contents(value)))
+            self._know_object(value, node, ())
+        return node
+
+    def _know_object(self, value: Any, node: fx.Node, path: tuple[Accessor, ...]) -> None:
+        self._objects[id(value)] = (value, node, path, contents(value))
 
     def _known_object(self, value: Any) -> fx.Node | None:
         known = self._objects.get(id(value))
         if known is None:
             return None
         _, node, path, inside = known
-        if tuple(id(leaf) for _, leaf in walk(value)) != inside:
-            return None
-        return self._access(node, path)
+        return self._access(node, path) if contents(value) == inside else None
+
+    def object_changed(self, value: Any, before: fx.Node, change: fx.Node) -> None:
+        """Remember that a node changed an object (not a tensor) that `before` holds."""
+        with self.graph.inserting_after(last_part(change)):
+            node = self.write("call_function", after, (before, change), {})
+        self.adopt(node, value)
+        node.meta["val"] = snapshot(value)
+        self._know_object(value, node, ())
+
+    def settle_constants(self) -> None:
+        """Have every object that the trace changed be made anew in each run."""
+        for node, value, original, inside in self._constants:
+            if contents(value) != inside:
+                node.target = Fresh(original)
 
     # -- from results to tracked tensors
 
@@ -225,8 +267,7 @@ class Tape:
         if found is None:
             return
         if not found.is_plain:
-            inside = tuple(id(leaf) for _, leaf in walk(value))
-            self._objects[id(value)] = (value, node, path, inside)
+            self._know_object(value, node, path)
         for accessor, child in zip(found.accessors, found.children, strict=True):
             self._adopt_objects(node, (*path, accessor), child)
 
@@ -239,7 +280,7 @@ class Tape:
             owner = self._access(node, path[:-1])
             kind, name = path[-1]
             target = {"item": operator.getitem, "attr": getattr, "child": child_of}[kind]
-            with self.graph.inserting_after(self._last_accessor(owner)):
+            with self.graph.inserting_after(last_part(owner)):
                 made = self.graph.create_node(
                     "call_function", target, (owner, name), {}, f"{owner.name}_{name}"
                 )
@@ -248,13 +289,6 @@ class Tape:
             made.meta["accessor"] = True
             self._accessed[key] = made
         return self._accessed[key]
-
-    @staticmethod
-    def _last_accessor(node: fx.Node) -> fx.Node:
-        last = node
-        while last.next.meta.get("accessor") and last.next.op == "call_function":
-            last = last.next
-        return last
 
     # -- mutation
 
@@ -279,7 +313,7 @@ class Tape:
             else:
                 last = self._changes[_storage(held.tensor)][-1]
                 before = self._access(held.node, held.path)
-                with self.graph.inserting_after(self._last_accessor(last)):
+                with self.graph.inserting_after(last_part(last)):
                     held.node = self.write("call_function", after, (before, last), {})
                 held.path = ()
                 held.node.meta["val"] = held.tensor
@@ -304,6 +338,12 @@ class Tape:
     def _note_storage(self, held: _Held) -> None:
         is_view = held.base is not None
         self._storages.append((held.node, held.path, _storage(held.tensor), is_view))
+
+    def finish(self, output: Any) -> None:
+        """Write the last node."""
+        self.graph.output(self.argument(output))
+        self.settle_constants()
+        self.mark_mutable()
 
     def mark_mutable(self) -> None:
         """Mark every node whose value lives on a storage that some node changes."""
@@ -332,6 +372,13 @@ class Constant:
         return self
 
 
+class Fresh(Constant):
+    """A callable that returns a new copy of an object each time."""
+
+    def __call__(self) -> Any:
+        return copy.deepcopy(self._value)
+
+
 class TensorConstant(Constant):
     """A callable that returns a tensor which is no parameter or buffer, on a device."""
 
@@ -339,7 +386,7 @@ class TensorConstant(Constant):
         return self._value if device is None else self._value.to(device)
 
 
-_WRITABLE = (
+WRITABLE = (
     type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
     torch.memory_format, type(Ellipsis), bytes,
 )  # fmt: skip

@@ -12,10 +12,12 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import linecache
 import operator
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ from fxpipe.graph.fake import FakeState
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.shapes import Sizes
-from fxpipe.graph.structure import has_tensor, map_leaves, walk
-from fxpipe.graph.tape import Tape, UnknownTensorError
+from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
+from fxpipe.graph.tape import Tape, UnknownTensorError, given
 
 __all__ = ["Ambient", "Trace", "user_frame"]
 
@@ -149,25 +151,38 @@ class Trace(TorchFunctionMode):
 
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
-        self.tape.graph.output(self._argument(output))
-        self.tape.mark_mutable()
+        with self._explained():
+            self.tape.finish(output)
 
     # -- writing nodes
 
     def _leaf(
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        parts = [part for part in mutable_parts((args, kwargs)) if part is not kwargs]
+        watched = [(part, contents(part)) for part in parts]
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        held = [self._argument(part) for part, _ in watched]
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._leaf_stack.append(module)
         try:
             outcome = self._leaves.run(module, call, args, kwargs)
         finally:
             self._leaf_stack.pop()
+        changed = []
+        for (part, before), holder in zip(watched, held, strict=True):
+            if contents(part) != before:
+                if not isinstance(holder, fx.Node):
+                    holder = self.tape.write("call_function", given, (holder,), {})
+                    node_args = _with_holder(args, node_args, part, holder)
+                    node_kwargs = _with_holder(kwargs, node_kwargs, part, holder)
+                changed.append((part, holder))
         node = self.tape.write("call_module", name, node_args, node_kwargs)
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
         self.tape.adopt(node, outcome.output)
+        for part, holder in changed:
+            self.tape.object_changed(part, holder, node)
         return outcome.output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
@@ -204,8 +219,13 @@ class Trace(TorchFunctionMode):
             self._busy = False
 
     def _argument(self, value: Any) -> Any:
-        try:
+        with self._explained():
             return self.tape.argument(value)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
         except UnknownTensorError:
             raise TraceError(
                 f"a tensor used at {user_frame()} was made by code that fxpipe cannot see\n"
@@ -307,6 +327,21 @@ def user_frame() -> Place:
             return Place(file, frame.f_lineno)
         frame = frame.f_back
     return Place("<unknown>", 0)
+
+
+def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:
+    """Return a graph argument in which one list or dict of the value is a node of its own."""
+    if value is part:
+        return holder
+    if type(value) in (tuple, list) and not isinstance(argument, fx.Node):
+        return type(value)(map(_with_holder, value, argument, *_repeated(part, holder)))
+    if type(value) is dict and not isinstance(argument, fx.Node):
+        return {key: _with_holder(value[key], argument[key], part, holder) for key in value}
+    return argument
+
+
+def _repeated(*values: Any) -> list[Iterator[Any]]:
+    return [itertools.repeat(value) for value in values]
 
 
 def _state_names(module: nn.Module) -> dict[int, list[str]]:

@@ -43,12 +43,21 @@ def build_modules(module: nn.Module, stages: Sequence[StageGraph]) -> tuple[Stag
         built.append(made)
     for name, stage_index in homes.items():
         _set_tensor(built[stage_index], name, module)
-    for made in built:
-        made.train(module.training)
-    for made in built:
+    for stage, made in zip(stages, built, strict=True):
+        for name in stage.containers:
+            _container(made, name)
+        _copy_flags(made, module)
         made.recompile()
         made.graph.owning_module = None
     return tuple(built)
+
+
+def _copy_flags(stage: nn.Module, module: nn.Module) -> None:
+    # Only of the containers made here: the user's own modules keep theirs.
+    for name, part in stage.named_modules():
+        original = module.get_submodule(name)
+        if part is not original:
+            part.training = original.training
 
 
 def find_tied(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[Tied, ...]:

@@ -1,0 +1,14 @@
+"""Look at it: pictures of pipes and timelines, and the report."""
+
+from fxpipe.viz.terminal import TimelineView, print_timeline, timeline_text
+from fxpipe.viz.timeline import draw_program, draw_timeline, stretch, timeline_svg
+
+__all__ = [
+    "TimelineView",
+    "draw_program",
+    "draw_timeline",
+    "print_timeline",
+    "stretch",
+    "timeline_svg",
+    "timeline_text",
+]

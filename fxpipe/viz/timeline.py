@@ -1,0 +1,163 @@
+"""Draw timelines: SVG, PNG, trace events and text, by the ending of the file.
+
+A `Timeline` may be simulated or measured; with `measured` the two are drawn one above
+the other. Times and bytes are shown in the unit that the caller names, since a
+timeline itself has none.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from fxpipe.errors import FxpipeError
+from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
+from fxpipe.viz.gantt import Options, lay_out_timeline
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.png import write_png
+from fxpipe.viz.svg import write_svg
+from fxpipe.viz.terminal import timeline_text
+from fxpipe.viz.trace_events import write_trace_events
+
+__all__ = ["draw_program", "draw_timeline", "stretch", "timeline_svg"]
+
+_FORMATS = (".svg", ".png", ".json", ".txt")
+
+
+def draw_timeline(
+    timeline: Timeline,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    measured: Timeline | None = None,
+    time_unit: str = "",
+    memory_unit: str = "",
+    memory: bool = True,
+    transfers: bool = True,
+    critical_path: bool = False,
+    width: float | None = None,
+    scale: float = 2.0,
+    edges: Edges | None = None,
+) -> Path:
+    """Write a picture of the timeline and return its path.
+
+    The ending of `path` says what is written: `.svg`, `.png`, `.json` (trace events for
+    Perfetto and chrome://tracing) or `.txt`.
+
+    Args:
+        measured: a second timeline of the same program, drawn below each rank's row in
+            the same unit of time; see `stretch` for one in another unit.
+        time_unit: "s", "ms" or "us" to show times so, any other word to append it.
+        memory_unit: "bytes" to show KiB, MiB, GiB; any other word to append it.
+        memory: draw the curve of each rank's memory.
+        transfers: draw what runs beside compute, if the timeline has any.
+        critical_path: mark the chain of actions that the makespan hangs on.
+        width: of the picture; for text the number of characters.
+        scale: pixels of a PNG for each unit of width.
+        edges: between stages, for the arrows in trace events; a chain if not given.
+
+    Raises:
+        FxpipeError: the ending is unknown, `measured` has another number of ranks, or a PNG is
+            asked for and Pillow is not installed.
+    """
+    path = Path(path)
+    ending = path.suffix.lower()
+    if ending not in _FORMATS:
+        raise FxpipeError(
+            f"cannot draw a timeline as {path.name!r}: the name must end with one of "
+            f"{', '.join(_FORMATS)}"
+        )
+    check_same_ranks(timeline, measured)
+    if ending == ".json":
+        text = write_trace_events(
+            timeline, title=title, time_unit=time_unit, edges=edges, measured=measured
+        )
+        path.write_text(text, encoding="utf-8")
+        return path
+    if ending == ".txt":
+        units = {"time_unit": time_unit, "memory_unit": memory_unit}
+        columns = None if width is None else int(width)
+        text = timeline_text(timeline, title=title, width=columns, **units)
+        if measured is not None:
+            text += "\n" + timeline_text(measured, title="measured", width=columns, **units)
+        path.write_text(text, encoding="utf-8")
+        return path
+    options = Options(
+        title=title,
+        time=Unit(time_unit),
+        memory=Unit(memory_unit),
+        width=width,
+        show_memory=memory,
+        show_transfers=transfers,
+        critical_path=critical_path,
+    )
+    scene = lay_out_timeline(timeline, options, measured=measured)
+    if ending == ".svg":
+        path.write_text(write_svg(scene), encoding="utf-8")
+    else:
+        path.write_bytes(write_png(scene, scale=scale))
+    return path
+
+
+def draw_program(
+    program: Program,
+    path: str | os.PathLike[str],
+    *,
+    costs: Costs | None = None,
+    edges: Edges | None = None,
+    title: str = "",
+    critical_path: bool = False,
+    width: float | None = None,
+) -> Path:
+    """Simulate a program and draw its timeline; see `simulate` and `draw_timeline`."""
+    title = title or program_title(program)
+    timeline = simulate(program, costs, edges)
+    return draw_timeline(
+        timeline, path, title=title, critical_path=critical_path, width=width, edges=edges
+    )
+
+
+def timeline_svg(
+    timeline: Timeline, *, title: str = "", time_unit: str = "", memory_unit: str = ""
+) -> str:
+    """The picture as SVG text for a place inside a page, such as a notebook."""
+    options = Options(title=title, time=Unit(time_unit), memory=Unit(memory_unit))
+    return write_svg(lay_out_timeline(timeline, options), inline=True)
+
+
+def stretch(timeline: Timeline, factor: float) -> Timeline:
+    """The timeline with all times multiplied, for a comparison in one unit.
+
+    A simulation in units of one forward is laid over a measured step in seconds by
+    `stretch(simulated, sum(measured.busy) / sum(simulated.busy))`.
+    """
+    if not factor > 0:
+        raise FxpipeError(f"a timeline is stretched by a factor above 0, got {factor}")
+
+    def scaled(span: Span) -> Span:
+        return span._replace(start=span.start * factor, end=span.end * factor)
+
+    return replace(
+        timeline,
+        spans=tuple(map(scaled, timeline.spans)),
+        memory=tuple(tuple((t * factor, held) for t, held in curve) for curve in timeline.memory),
+        critical_path=tuple(map(scaled, timeline.critical_path)),
+    )
+
+
+def program_title(program: Program) -> str:
+    """Such as "1F1B, 4 ranks, 8 stages, 16 microbatches"."""
+    stages = "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
+    return (
+        f"{program.name or 'program'}, {program.num_ranks} ranks{stages}, "
+        f"{program.num_microbatches} microbatches"
+    )
+
+
+def check_same_ranks(timeline: Timeline, measured: Timeline | None) -> None:
+    if measured is not None and measured.num_ranks != timeline.num_ranks:
+        raise FxpipeError(
+            f"the measured timeline has {measured.num_ranks} ranks, the simulated one "
+            f"{timeline.num_ranks}; draw timelines of the same program"
+        )

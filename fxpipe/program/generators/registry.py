@@ -181,7 +181,7 @@ _INFOS = (
         placement_style="v",
         stages_per_rank=TWO,
         splits_backward=True,
-        description="Half the memory of 1F1B at about half its waiting.",
+        description="Half the memory of 1F1B at half its waiting, if F, I and W cost alike.",
         when_to_use="Activations that do not fit with ZBV.",
     ),
     ScheduleInfo(
@@ -191,7 +191,7 @@ _INFOS = (
         placement_style="v",
         stages_per_rank=TWO,
         splits_backward=True,
-        description="A third of the memory of 1F1B at about two thirds of its waiting.",
+        description="A third of the memory of 1F1B; waits less only if F, I and W cost alike.",
         when_to_use="Activations that do not fit with V-Half.",
     ),
     ScheduleInfo(

@@ -36,12 +36,13 @@ def wave(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 3B3 0B1 0B2 0B3
         rank 1: 1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2B3 1B3
 
-    With p ranks, m microbatches and two stages per rank it waits as little as
-    interleaved 1F1B, (p - 1) / (2 m + p - 1) of the time from 2 p microbatches on, for
-    the same memory, and sends fewer messages. More stages per rank shorten the
-    waiting further, but less than a loop does: p = 8, m = 32 measures 9.9 % idle
-    for two, 10.0 % for three and 7.9 % for four stages per rank. A rank holds about
-    p + (p - 1) / v microbatches of its layers with v stages per rank.
+    With p ranks, m >= 3 p microbatches and two stages per rank it waits as little
+    as interleaved 1F1B, (p - 1) / (2 m + p - 1) of the time (from 2 p on, within a few
+    forwards of a stage of that), for the same memory, and sends fewer messages. More
+    stages per rank shorten the waiting further, but less than on a loop: p = 8, m = 32
+    measures 9.9 % idle for two, 10.0 % for three and 7.9 % for four stages per rank.
+    A rank holds at most p + (p - 1) / v + 1/2 microbatches of its layers with v stages
+    per rank.
 
     Raises:
         ScheduleError: fewer than two stages per rank, stages that do not spread

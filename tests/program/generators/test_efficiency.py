@@ -141,11 +141,24 @@ def test_less_memory_costs_less_than_one_f_one_b_waits(grid):
             assert half.idle <= least.idle < (p - 1) / (m + p - 1)
 
 
+def test_uneven_times_cost_v_min_more_than_v_half():
+    # The figures that the docstrings give, so that nobody picks V-Min for its speed.
+    for generator, percent in ((v_half, 19.9), (v_min, 35.9)):
+        program = generator(8, 16, 32)
+        costs = StageCosts.uniform(program.placement, backward_input=1.4, backward_weight=0.6)
+
+        assert round(100 * simulate(program, costs).idle, 1) == percent
+
+
 @sizes
 def test_wave_of_two_stages_waits_like_interleaved(grid):
     for p, m in grid:
-        if m >= 2 * p:
-            assert timeline_of(wave, p, m, 2).idle == pytest.approx((p - 1) / (2 * m + p - 1))
+        stage_forwards = 2 * timeline_of(wave, p, m, 2).makespan
+        least = 6 * m + 3 * (p - 1)
+        if m >= 3 * p:
+            assert stage_forwards == pytest.approx(least)
+        elif m >= 2 * p:
+            assert stage_forwards <= least + 2
 
 
 @sizes
@@ -179,6 +192,15 @@ def test_memory_of_interleaved_schedules_stays_within_bounds(grid):
                 assert split <= p + 1e-9
             if v > 1:
                 assert peak(timeline_of(wave, p, m, v)) <= p + (p - 1) / v + 0.5 + 1e-9
+
+
+@sizes
+def test_pairing_both_ways_waits_twice_as_long(grid):
+    for p, m in grid:
+        if m >= 2 * p:
+            timeline = timeline_of(dualpipe_v_paired, p, m, 2)
+
+            assert timeline.makespan == pytest.approx(3 * m + p - 1)
 
 
 def test_pairing_both_ways_pays_when_pairs_save_time():

@@ -112,6 +112,12 @@ def _capture(
         return first.graph
     training = first if flags == {True} else traced(True)
     evaluation = first if flags == {False} else traced(False)
+    if training.graph.inputs.example != evaluation.graph.inputs.example:
+        # One mode insists on a size that the other leaves open: no symbol for it then.
+        common = set(training.graph.symbols) & set(evaluation.graph.symbols)
+        fewer = {dim: name for dim, name in dims.items() if name in common}
+        dims = fewer if len(fewer) < len(dims) else {}
+        return _capture(module, call, named, opened, splits, dims)
     merge_modes(training.graph.graph, evaluation.graph.graph)
     return _joined(training.graph, evaluation.graph)
 

@@ -27,7 +27,16 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.preserve import local_tensor, preserved, preserved_values
 from fxpipe.graph.structure import map_leaves
 
-__all__ = ["FakeState", "Quiet", "fake_mode", "grown", "on_trace_device", "probe", "run_real"]
+__all__ = [
+    "FakeState",
+    "Left",
+    "Quiet",
+    "fake_mode",
+    "grown",
+    "on_trace_device",
+    "probe",
+    "run_real",
+]
 
 _CPU = torch.device("cpu")
 
@@ -86,6 +95,19 @@ def fake_mode() -> FakeTensorMode:
     # With symbolic sizes looking results up costs more than computing them.
     mode.cache_enabled = False
     return mode
+
+
+class Left:
+    """Leave a mode that is on top of the stack, for the time of a `with`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__enter__()
 
 
 def on_trace_device(tensor: torch.Tensor) -> torch.device:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxpipe.graph import markers
-from fxpipe.graph.fake import FakeState, run_real
+from fxpipe.graph.fake import FakeState, Left, run_real
 from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, walk
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
@@ -83,7 +83,7 @@ class LeafRuns:
         kwargs: Any,
         failure: Exception,
     ) -> Any:
-        with _Left(self._mode), self._state.real():
+        with Left(self._mode), self._state.real():
             return run_real(self._mode, module, call, args, kwargs, failure)
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
@@ -108,19 +108,6 @@ class LeafRuns:
             self._alive.append(module)
             self._kinds[id(module)] = _module_key(module)
         return self._kinds[id(module)]
-
-
-class _Left:
-    """Leave a mode that is on top of the stack, for the time of a `with`."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        self._mode.__exit__(None, None, None)
-
-    def __exit__(self, *error: object) -> None:
-        self._mode.__enter__()
 
 
 def fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.fake import FakeState
+from fxpipe.graph.decide import DECISIONS, Decisions
+from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.shapes import Sizes
@@ -78,6 +79,7 @@ class Trace(TorchFunctionMode):
         self._opened = set(opened)
         self._splits = dict(splits)
         self._leaves = LeafRuns(mode, state)
+        self._decisions = Decisions()
         self._stack: list[nn.Module] = []
         self._leaf_stack: list[nn.Module] = []
         self._busy = False
@@ -92,9 +94,13 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._leaf_stack or self._busy:
+        if self._busy or _is_metadata(func):
             return func(*args, **kwargs)
-        return self._operation(func, args, kwargs)
+        if getattr(func, "__name__", "") in DECISIONS:
+            return self._decision(func, args, kwargs)
+        output = func(*args, **kwargs) if self._leaf_stack else self._operation(func, args, kwargs)
+        self._decisions.note(func, args, kwargs, output)
+        return output
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = self._name_of(module)
@@ -186,8 +192,6 @@ class Trace(TorchFunctionMode):
         return outcome.output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
-        if _is_metadata(func):
-            return func(*args, **kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
         output = self._run(func, args, kwargs)
@@ -205,6 +209,15 @@ class Trace(TorchFunctionMode):
         for tensor in changed:
             self.tape.changed(tensor, node)
         return output
+
+    def _decision(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with Left(self._mode):
+            found = self._decisions.settled(args[0])
+            if found:
+                return func(found[0], *args[1:], **kwargs)
+        if self._leaf_stack:
+            return func(*args, **kwargs)
+        return self._operation(func, args, kwargs)
 
     def _alias(self, leaf: Any) -> Any:
         return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -4,12 +4,12 @@ from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, r
 from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
 from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.lower import fuse_backward, lower
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.program import Placement, Program, Step
 from fxpipe.program.simulate import simulate
 from fxpipe.program.text import parse_action
 from fxpipe.program.timeline import Span, Timeline
 from fxpipe.program.validate import find_faults, validate
-from fxpipe.program.walk import Step, walk
+from fxpipe.program.walk import walk
 
 __all__ = [
     "Action",

@@ -9,15 +9,20 @@ Out: a `Census` (how often each piece of work occurs, which messages each rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
-from fxpipe.program.program import Program
+from fxpipe.program.program import Program, Step
 
 __all__ = ["Census", "take_census"]
+
+
+# An action as the counting loop hopes to find it.
+_Row = tuple[int, int, int, int, tuple[Action, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +32,12 @@ class Census:
     `work[kind][stage * num_microbatches + microbatch]` counts compute actions, also
     those inside pairs. `messages[rank][other]` lists the numbers of the values that
     the rank exchanges with another, sends and receives alike, in its own order.
+    `parameter_actions` are all UNSHARD, RESHARD and REDUCE_GRAD.
     """
 
     work: tuple[list[int], ...]
     messages: tuple[tuple[list[int], ...], ...]
-    has_parameter_actions: bool
+    parameter_actions: tuple[Step, ...]
 
     @property
     def has_backward(self) -> bool:
@@ -47,37 +53,38 @@ def take_census(program: Program, numbering: Numbering) -> tuple[Census, list[Fa
     messages: tuple[tuple[list[int], ...], ...] = tuple(
         tuple([] for _ in range(program.num_ranks)) for _ in range(program.num_ranks)
     )
-    has_parameter_actions = False
+    parameter_actions: list[Step] = []
     faults: list[Fault] = []
     for rank, actions in enumerate(program.ranks):
         own_stages = frozenset(program.placement.stages_of(rank))
         exchanged = messages[rank]
-        for position, action in enumerate(actions):
+        for position, action in enumerate(cast(Sequence[_Row], actions)):
             kind, stage, microbatch, peer, parts = action
             # The loop sees every action of long programs, so it only asks whether all is
             # well; `_explain` finds out what is wrong with the few that are not.
             try:
-                if kind > 7:
-                    has_parameter_actions |= not parts
-                    if not any(_explain(action, rank, program, numbering)):
-                        for part in parts:
-                            work[part.kind][part.stage * num_microbatches + part.microbatch] += 1  # type: ignore[operator]
+                if stage in own_stages and not parts:
+                    if kind <= 3:
+                        if 0 <= microbatch < num_microbatches and peer is None:
+                            work[kind][stage * num_microbatches + microbatch] += 1
+                            continue
+                    elif kind <= 7 and 0 <= microbatch < num_microbatches:
+                        number = carried[kind][stage][peer] + microbatch
+                        exchanged[rank_of[peer]].append(number)
                         continue
-                elif stage in own_stages and 0 <= microbatch < num_microbatches and not parts:  # type: ignore[operator]
-                    if kind > 3:
-                        number = carried[kind][stage][peer] + microbatch  # type: ignore[index, operator]
-                        exchanged[rank_of[peer]].append(number)  # type: ignore[index]
-                        continue
-                    if peer is None:
-                        work[kind][stage * num_microbatches + microbatch] += 1  # type: ignore[operator]
-                        continue
-            except (TypeError, KeyError, IndexError):
+            except (TypeError, KeyError):
                 pass
+            explained = list(_explain(cast(Action, action), rank, program, numbering))
             faults += [
-                Fault(fault, rank, position, action, message)
-                for fault, message in _explain(action, rank, program, numbering)
+                Fault(fault, rank, position, cast(Action, action), message)
+                for fault, message in explained
             ]
-    return Census(work, messages, has_parameter_actions), faults
+            if not explained and not parts:
+                parameter_actions.append(Step(rank, position, cast(Action, action)))
+            elif not explained:
+                for part in cast(Sequence[_Row], parts):
+                    work[part[0]][part[1] * num_microbatches + part[2]] += 1
+    return Census(work, messages, tuple(parameter_actions)), faults
 
 
 def _explain(

@@ -20,7 +20,7 @@ from fxpipe.program.action import Action, Kind, Value, ValueKind, recv_of, send_
 from fxpipe.program.census import Census
 from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.numbering import Numbering
-from fxpipe.program.program import Program
+from fxpipe.program.program import Program, Step
 
 __all__ = ["check_parameters", "check_transfers", "check_work"]
 
@@ -207,34 +207,31 @@ def _transfer_fault(
 
 def check_parameters(program: Program, census: Census) -> Iterator[Fault]:
     """UNSHARD, RESHARD and REDUCE_GRAD that are missing, doubled or misplaced."""
-    if not census.has_parameter_actions:
-        return
-    kinds = {action.kind for actions in program.ranks for action in actions}
-    shards = Kind.UNSHARD in kinds or Kind.RESHARD in kinds
-    reduces = Kind.REDUCE_GRAD in kinds
+    reductions = [s for s in census.parameter_actions if s.action.kind is Kind.REDUCE_GRAD]
     for rank in range(program.num_ranks):
-        if shards:
+        if len(reductions) < len(census.parameter_actions):
             yield from _check_sharding(program, rank)
-        if reduces:
-            yield from _check_reduction(program, rank)
+        if reductions:
+            yield from _check_reductions(program, rank, [s for s in reductions if s.rank == rank])
 
 
 def _check_sharding(program: Program, rank: int) -> Iterator[Fault]:
     unsharded: dict[int, int] = {}
     for position, action in enumerate(program.ranks[rank]):
-        stage = action.stage
+        kind, stage, _, _, parts = action
         message = ""
-        if action.kind is Kind.UNSHARD:
+        if kind <= 3 or parts:
+            if stage in unsharded and not parts:
+                continue
+            sharded = {part.stage for part in parts or (action,)} - unsharded.keys()
+            if sharded:
+                message = f"computes while stage {min(sharded)} is sharded: UNSHARD it before"
+        elif kind is Kind.UNSHARD:
             if stage in unsharded:
                 message = f"stage {stage} is unsharded already, since position {unsharded[stage]}"
             unsharded[stage] = position
-        elif action.kind is Kind.RESHARD:
-            if unsharded.pop(stage, None) is None:
-                message = f"stage {stage} is not unsharded here"
-        elif action.kind is Kind.OVERLAP or action.kind.is_compute:
-            sharded = {part.stage for part in action.parts or (action,)} - unsharded.keys()
-            if sharded:
-                message = f"computes while stage {min(sharded)} is sharded: UNSHARD it before"
+        elif kind is Kind.RESHARD and unsharded.pop(stage, None) is None:
+            message = f"stage {stage} is not unsharded here"
         if message:
             yield Fault(FaultKind.PARAMETERS, rank, position, action, message)
     for stage, position in unsharded.items():
@@ -247,17 +244,11 @@ def _check_sharding(program: Program, rank: int) -> Iterator[Fault]:
         )
 
 
-def _check_reduction(program: Program, rank: int) -> Iterator[Fault]:
-    last_gradient: dict[int, tuple[int, Action]] = {}
-    reduced: dict[int, list[int]] = {stage: [] for stage in program.placement.stages_of(rank)}
-    for position, action in enumerate(program.ranks[rank]):
-        if action.kind is Kind.REDUCE_GRAD:
-            reduced[action.stage].append(position)
-        for part in action.parts or (action,):
-            if part.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                last_gradient[part.stage] = (position, part)
-    for stage, positions in reduced.items():
+def _check_reductions(program: Program, rank: int, reductions: list[Step]) -> Iterator[Fault]:
+    last_gradient = _last_gradients(program, rank)
+    for stage in program.placement.stages_of(rank):
         action = Action(Kind.REDUCE_GRAD, stage)
+        positions = [step.position for step in reductions if step.action.stage == stage]
         if not positions:
             message = "missing: other stages are reduced, this one is not"
             yield Fault(FaultKind.PARAMETERS, rank, None, action, message)
@@ -265,10 +256,25 @@ def _check_reduction(program: Program, rank: int) -> Iterator[Fault]:
             message = f"stage {stage} is reduced before, at position {positions[0]}"
             yield Fault(FaultKind.PARAMETERS, rank, position, action, message)
         for position in positions[:1]:
-            if stage not in last_gradient:
+            last = last_gradient.get(stage)
+            if last is None:
                 message = f"stage {stage} has no weight gradient to reduce"
                 yield Fault(FaultKind.PARAMETERS, rank, position, action, message)
-            elif position < last_gradient[stage][0]:
-                at, part = last_gradient[stage]
-                message = f"{part} adds to the gradient later, at position {at}"
+            elif position < last.position:
+                message = f"{last.action} adds to the gradient later, at position {last.position}"
                 yield Fault(FaultKind.PARAMETERS, rank, position, action, message)
+
+
+def _last_gradients(program: Program, rank: int) -> dict[int, Step]:
+    """Where each stage of a rank gets its last weight gradient, if it does."""
+    actions = program.ranks[rank]
+    num_stages = len(program.placement.stages_of(rank))
+    last: dict[int, Step] = {}
+    for position in range(len(actions) - 1, -1, -1):
+        action = actions[position]
+        for part in action.parts or (action,):
+            if part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT:
+                last.setdefault(part.stage, Step(rank, position, part))
+        if len(last) == num_stages:
+            break
+    return last

@@ -22,15 +22,16 @@ stream per pair.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Kind, recv_of, send_of, writes
 from fxpipe.program.costs import Costs
-from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.faults import report
+from fxpipe.program.numbering import COMPUTE_KINDS, SEND_KINDS, Numbering
 from fxpipe.program.program import Program
-from fxpipe.program.validate import validate
-from fxpipe.program.walk import check_edges, visit
+from fxpipe.program.validate import check_contents, validate
+from fxpipe.program.walk import Times, check_edges, visit
 
 __all__ = ["Receives", "fuse_backward", "lower"]
 
@@ -73,16 +74,31 @@ def lower(
             stages at once than `max_unsharded`.
     """
     edges = check_edges(program, edges)
+    if max_unsharded is not None and max_unsharded < 1:
+        raise ScheduleError(f"max_unsharded must be at least 1, got {max_unsharded}")
+    if receives not in get_args(Receives):
+        raise ScheduleError(f"receives is one of {get_args(Receives)}, got {receives!r}")
     if program.is_lowered:
         raise ScheduleError("the program is lowered already: it has more than compute actions")
-    validate(program, edges)
+    numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=False)
+    faults = check_contents(program, numbering)
+    if faults:
+        raise ScheduleError(report(program.name, faults))
+    given = program
     if fuse:
         program = fuse_backward(program, edges, keep_input_backward=keep_input_backward)
-    ranks = _add_transfers(program, edges, costs)
+    order, position = visit(program, numbering, None if costs is None else _times(program, costs))
+    if any(at < len(actions) for at, actions in zip(position, program.ranks, strict=True)):
+        validate(given, edges)
+        raise AssertionError("fusing halves of backwards made a program get stuck")
+    ranks = _add_transfers(program, edges, order)
     if receives != "early":
         ranks = _delay_receives(program, edges, ranks, receives)
     if reduce_grad:
-        ranks = [_add_reductions(actions) for actions in ranks]
+        ranks = [
+            _add_reductions(actions, program.placement.stages_of(rank))
+            for rank, actions in enumerate(ranks)
+        ]
     if max_unsharded is not None:
         ranks = [_add_sharding(rank, actions, max_unsharded) for rank, actions in enumerate(ranks)]
     lowered = Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
@@ -152,29 +168,33 @@ def _join_neighbours(actions: list[Action], stages: set[int]) -> list[Action]:
     return joined
 
 
-def _add_transfers(program: Program, edges: Edges, costs: Costs | None) -> list[list[Action]]:
-    numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=False)
-    durations = None
-    if costs is not None:
-        durations = [
-            [costs.compute(kind, stage) for stage in range(program.num_stages)]
-            for kind in COMPUTE_KINDS
-        ]
-    order, _ = visit(program, numbering, durations)
+def _add_transfers(program: Program, edges: Edges, order: list[int]) -> list[list[Action]]:
     lowered: list[list[Action]] = [[] for _ in program.ranks]
     moves = _moves(program, edges, lowered)
-    left = [iter(actions) for actions in program.ranks]
+    rest = [iter(actions) for actions in program.ranks]
     new = tuple.__new__
     for rank in order:
-        action = next(left[rank])
+        action = next(rest[rank])
         here = lowered[rank]
         here.append(action)
-        for part in action[4] or (action,):
-            kind, stage, microbatch, _, _ = part
+        for kind, stage, microbatch, _, _ in action[4] or (action,):
             for send, recv, peer, there in moves[kind][stage]:
                 here.append(new(Action, (send, stage, microbatch, peer, ())))
                 there.append(new(Action, (recv, peer, microbatch, stage, ())))
     return lowered
+
+
+def _times(program: Program, costs: Costs) -> Times:
+    return Times(
+        [
+            [costs.compute(kind, stage) for stage in range(program.num_stages)]
+            for kind in COMPUTE_KINDS
+        ],
+        transfer=lambda source, target, value: costs.transfer(
+            source, target, costs.value_bytes(value.kind, value.stage, value.peer)
+        ),
+        pair=lambda action: costs.pair([(part.kind, part.stage) for part in action.parts]),
+    )
 
 
 _Move = tuple[Kind, Kind, int, list[Action]]
@@ -207,7 +227,7 @@ def _delay_receives(
 ) -> list[list[Action]]:
     numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=True)
     rank_of = program.placement.stage_to_rank
-    offset = numbering.num_values
+    sends_release = receives == "late"
     delayed: list[list[Action]] = []
     for actions in ranks:
         kept: list[Action] = []
@@ -215,16 +235,17 @@ def _delay_receives(
         held: dict[int, tuple[int, Action]] = {}
         peer_of: dict[int, int] = {}
         for action in actions:
-            if action.kind.is_transfer:
-                assert action.peer is not None and action.microbatch is not None
-                peer = rank_of[action.peer]
-                if peer in held and (receives == "late" or action.kind.is_recv):
+            kind, stage, microbatch, other, _ = action
+            if other is not None and microbatch is not None:
+                peer = rank_of[other]
+                is_recv = kind.is_recv
+                if peer in held and (is_recv or sends_release):
                     number, recv = held.pop(peer)
                     del peer_of[number]
                     kept.append(recv)
-                if action.kind.is_recv:
-                    number = numbering.carried[action.kind][action.stage][action.peer]
-                    number += action.microbatch + offset
+                if is_recv:
+                    number = numbering.carried[kind][stage][other] + microbatch
+                    number += numbering.num_values
                     held[peer] = (number, action)
                     peer_of[number] = peer
                     continue
@@ -236,51 +257,74 @@ def _delay_receives(
     return delayed
 
 
-def _add_reductions(actions: list[Action]) -> list[Action]:
+def _add_reductions(actions: list[Action], stages: Collection[int]) -> list[Action]:
     """Reduce a stage once its last weight gradient is there and its sends are on their way."""
-    last: dict[int, int] = {}
-    for position, action in enumerate(actions):
-        for part in action.parts or (action,):
-            if part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT:
-                last[part.stage] = position
     due: dict[int, list[Action]] = {}
-    for stage, position in last.items():
-        while position + 1 < len(actions) and actions[position + 1].kind.is_send:
-            position += 1
-        due.setdefault(position, []).append(Action(Kind.REDUCE_GRAD, stage))
-    return [
-        new for position, action in enumerate(actions) for new in (action, *due.get(position, ()))
-    ]
+    reduced: set[int] = set()
+    behind_sends = len(actions)
+    for position in range(len(actions) - 1, -1, -1):
+        action = actions[position]
+        if not action.kind.is_send:
+            for part in action.parts or (action,):
+                adds = part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT
+                if adds and part.stage not in reduced:
+                    reduced.add(part.stage)
+                    due.setdefault(behind_sends, []).append(Action(Kind.REDUCE_GRAD, part.stage))
+            if len(reduced) == len(stages):
+                break
+            behind_sends = position
+    result: list[Action] = []
+    done = 0
+    for position in sorted(due):
+        result += actions[done:position] + due[position]
+        done = position
+    return result + actions[done:]
 
 
 def _add_sharding(rank: int, actions: list[Action], max_unsharded: int) -> list[Action]:
-    """Keep the next stages to be used unsharded, as many as allowed."""
-    upcoming = _upcoming(rank, actions, max_unsharded)
+    """Keep the next stages to be used unsharded, as many as allowed.
+
+    A change stands right behind the compute action that makes room for it and its sends,
+    before any receive, so that gathering starts as early as it can.
+    """
     sharded: list[Action] = []
-    unsharded: list[int] = []
-    for action, wanted in zip(actions, upcoming, strict=True):
-        if wanted is not None:
-            sharded += [Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted]
-            sharded += [Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded]
-            unsharded = [*wanted]
-        sharded.append(action)
-    return sharded + [Action(Kind.RESHARD, stage) for stage in unsharded]
+    unsharded: tuple[int, ...] = ()
+    done = 0
+    for position, wanted in reversed(_upcoming_stages(rank, actions, max_unsharded)):
+        sharded += actions[done:position]
+        sharded += [Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted]
+        sharded += [Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded]
+        unsharded, done = wanted, position
+    return sharded + actions[done:] + [Action(Kind.RESHARD, stage) for stage in unsharded]
 
 
-def _upcoming(rank: int, actions: list[Action], max_unsharded: int) -> list[tuple[int, ...] | None]:
-    """For each compute action the next stages to be used, its own first; None for others."""
-    upcoming: list[tuple[int, ...] | None] = []
-    queue: list[int] = []
+def _upcoming_stages(
+    rank: int, actions: list[Action], max_unsharded: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """From which position on which stages are the next to be used; last position first."""
+    changes: list[tuple[int, tuple[int, ...]]] = []
+    passed = (*SEND_KINDS, Kind.REDUCE_GRAD)
+    queue: tuple[int, ...] = ()
+    head = -1
+    behind_sends = position = len(actions)
     for action in reversed(actions):
-        if not action.parts and not action.kind.is_compute:
-            upcoming.append(None)
+        position -= 1
+        kind, stage, _, _, parts = action
+        if kind > 3 and not parts:
+            if kind not in passed:
+                behind_sends = position
             continue
-        used = list(dict.fromkeys(part.stage for part in action.parts or (action,)))
-        if len(used) > max_unsharded:
-            raise ScheduleError(
-                f"rank {rank}, {action}: needs {len(used)} stages unsharded at once, "
-                f"but max_unsharded is {max_unsharded}"
-            )
-        queue = used + [stage for stage in queue if stage not in used]
-        upcoming.append(tuple(queue[:max_unsharded]))
-    return upcoming[::-1]
+        if stage != head or parts:
+            used = list(dict.fromkeys(part.stage for part in parts)) if parts else [stage]
+            longer = (*used, *[other for other in queue if other not in used])
+            wanted = queue[:max_unsharded]
+            if wanted and not set(wanted).issuperset(longer[:max_unsharded]):
+                changes.append((behind_sends, wanted))
+            if len(used) > max_unsharded:
+                raise ScheduleError(
+                    f"rank {rank}, {action}: needs {len(used)} stages unsharded at once, "
+                    f"but max_unsharded is {max_unsharded}"
+                )
+            queue, head = longer, stage
+        behind_sends = position
+    return [*changes, (0, queue[:max_unsharded])]

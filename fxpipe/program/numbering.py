@@ -5,7 +5,8 @@ Out: a `Numbering`: for each action kind and stage, the numbers that it reads
      and writes for microbatch 0. Microbatch m is m further on.
 
 The numbers come out of `reads` and `writes`, which stay the one table of
-dependencies. `walk`, `validate`, `lower` and `simulate` share this module.
+dependencies. `walk`, `validate`, `lower` and `simulate` share this module. What no
+action reads (weight gradients) has no number: nobody waits for it.
 
 In a lowered program a value that changes rank exists twice: as *made* on the
 rank of its writer, and as *arrived* on the rank of its reader. The second has
@@ -14,13 +15,19 @@ the number of the first plus `num_values`, and readers ask for the second.
 
 from __future__ import annotations
 
+from typing import cast
+
 from fxpipe.program.action import Action, Edges, Kind, Value, ValueKind, reads, writes
 from fxpipe.program.program import Placement
 
-__all__ = ["COMPUTE_KINDS", "TRANSFER_KINDS", "Numbering"]
+__all__ = ["COMPUTE_KINDS", "SEND_KINDS", "TRANSFER_KINDS", "Numbering"]
 
 COMPUTE_KINDS = tuple(kind for kind in Kind if kind.is_compute)
 TRANSFER_KINDS = tuple(kind for kind in Kind if kind.is_transfer)
+SEND_KINDS = tuple(kind for kind in Kind if kind.is_send)
+
+# A part of a pair in a well-formed program: it has a microbatch.
+_Part = tuple[int, int, int, int | None, tuple[Action, ...]]
 
 
 class Numbering:
@@ -41,10 +48,7 @@ class Numbering:
         number: dict[Value, int] = {}
         for kind in COMPUTE_KINDS:
             for stage in range(edges.num_stages):
-                for value in (
-                    *reads(Action(kind, stage, 0), edges),
-                    *writes(Action(kind, stage, 0), edges),
-                ):
+                for value in reads(Action(kind, stage, 0), edges):
                     if value not in number:
                         number[value] = len(number) * num_microbatches
                         self._values.append(value)
@@ -68,7 +72,11 @@ class Numbering:
         ]
         self.writes = [
             [
-                tuple(number[value] for value in writes(Action(kind, stage, 0), edges))
+                tuple(
+                    number[value]
+                    for value in writes(Action(kind, stage, 0), edges)
+                    if value in number
+                )
                 for stage in range(edges.num_stages)
             ]
             for kind in COMPUTE_KINDS
@@ -96,7 +104,7 @@ class Numbering:
     def reads_of(self, action: Action) -> list[int]:
         """What an action reads, parts of a pair included; nothing for other kinds."""
         if action.parts:
-            return self.of_pair(action)[0]
+            return list(self.of_pair(action)[0])
         if not action.kind.is_compute or action.microbatch is None:
             return []
         return [base + action.microbatch for base in self.reads[action.kind][action.stage]]
@@ -104,23 +112,23 @@ class Numbering:
     def writes_of(self, action: Action) -> list[int]:
         """What an action writes, parts of a pair included; nothing for other kinds."""
         if action.parts:
-            return self.of_pair(action)[1]
+            return list(self.of_pair(action)[1])
         if not action.kind.is_compute or action.microbatch is None:
             return []
         return [base + action.microbatch for base in self.writes[action.kind][action.stage]]
 
-    def of_pair(self, action: Action) -> tuple[list[int], list[int]]:
+    def of_pair(self, action: Action) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What an OVERLAP reads from outside itself, and all that it writes."""
-        written = [
-            base + part.microbatch
-            for part in action.parts
-            for base in self.writes[part.kind][part.stage]
-            if part.microbatch is not None
-        ]
-        read = [
-            base + part.microbatch
-            for part in action.parts
-            for base in self.reads[part.kind][part.stage]
-            if part.microbatch is not None and base + part.microbatch not in written
-        ]
+        first, second = cast(tuple[_Part, _Part], action.parts)
+        written = tuple(
+            base + microbatch
+            for kind, stage, microbatch, _, _ in (first, second)
+            for base in self.writes[kind][stage]
+        )
+        read = tuple(
+            base + microbatch
+            for kind, stage, microbatch, _, _ in (first, second)
+            for base in self.reads[kind][stage]
+            if base + microbatch not in written
+        )
         return read, written

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action
+from fxpipe.program.action import Action, Kind
 from fxpipe.program.json_text import ProgramFields, read_json, write_json
 from fxpipe.program.text import parse_rows, rows_of_csv, rows_of_table, write_csv
 
-__all__ = ["Placement", "Program"]
+__all__ = ["Placement", "Program", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,11 @@ class Program:
     def num_stages(self) -> int:
         return self.placement.num_stages
 
-    @property
+    @cached_property
     def is_lowered(self) -> bool:
         """Whether the program holds more than compute."""
         return any(
-            not action.kind.is_compute and not action.parts
+            action.kind > Kind.BACKWARD_WEIGHT and not action.parts
             for actions in self.ranks
             for action in actions
         )
@@ -194,6 +196,17 @@ class Program:
         )
 
 
+class Step(NamedTuple):
+    """An action and its place in a program."""
+
+    rank: int
+    position: int
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.action} on rank {self.rank} at position {self.position}"
+
+
 def _program_of(
     ranks: list[list[Action]],
     placement: Placement | None,
@@ -202,7 +215,7 @@ def _program_of(
 ) -> Program:
     """Complete a program that was read from rows of actions."""
     computes = [
-        (rank, position, part)
+        Step(rank, position, part)
         for rank, actions in enumerate(ranks)
         for position, action in enumerate(actions)
         for part in action.parts or (action,)
@@ -211,39 +224,31 @@ def _program_of(
     if not computes:
         raise ScheduleError("the program computes nothing: no rank has an action such as 0F0")
     if placement is None:
-        stages: dict[int, _Found] = {}
+        stages: dict[int, Step] = {}
         for found in computes:
-            first = stages.setdefault(found[2].stage, found)
-            if first[0] != found[0]:
+            first = stages.setdefault(found.action.stage, found)
+            if first.rank != found.rank:
                 raise ScheduleError(
-                    f"a stage has one rank, but stage {found[2].stage} is computed on two: "
-                    f"{_at(first)} and {_at(found)}"
+                    f"a stage has one rank, but stage {found.action.stage} is computed on two: "
+                    f"{first} and {found}"
                 )
         _check_dense("stage", stages)
-        in_order = tuple(stages[stage][0] for stage in range(len(stages)))
+        in_order = tuple(stages[stage].rank for stage in range(len(stages)))
         placement = Placement(len(ranks), in_order)
     if num_microbatches is None:
         microbatches = {
-            found[2].microbatch: found for found in computes if found[2].microbatch is not None
+            step.action.microbatch: step for step in computes if step.action.microbatch is not None
         }
         _check_dense("microbatch", microbatches)
         num_microbatches = len(microbatches)
     return Program.of(placement, num_microbatches, ranks, name=name)
 
 
-_Found = tuple[int, int, Action]
-
-
-def _check_dense(what: str, places: Mapping[int, _Found]) -> None:
+def _check_dense(what: str, places: Mapping[int, Step]) -> None:
     missing = next((n for n, number in enumerate(sorted(places)) if n != number), None)
     if missing is not None:
         highest = max(places)
         raise ScheduleError(
             f"nothing computes {what} {missing}, but there is {what} {highest}, "
-            f"{_at(places[highest])}; expected each {what} from 0 on"
+            f"{places[highest]}; expected each {what} from 0 on"
         )
-
-
-def _at(found: _Found) -> str:
-    rank, position, action = found
-    return f"{action} on rank {rank} at position {position}"

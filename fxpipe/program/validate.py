@@ -14,8 +14,8 @@ one per direction.
 If both ends of every stream list the same messages in the same order, then a
 transfer is at both heads as soon as its later half is posted: each end has posted
 all that comes before it, so by induction all of that is complete. The check then
-needs no streams: compare the two ends of each stream, and let one `visit` show
-that the threads never wait for each other. Where the two ends differ, the first
+needs no streams: compare the two ends of each stream, and let one run of the threads
+show that they never wait for each other (`settle`). Where the two ends differ, the first
 difference blocks the stream for good, whatever the threads do.
 
 The order within a pair fixes the order within each of its directions, so what
@@ -28,15 +28,16 @@ from collections.abc import Iterator
 from typing import Literal
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action, Edges, Kind, Value, reads, recv_of, send_of, writes
+from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
 from fxpipe.program.census import Census, take_census
 from fxpipe.program.completeness import check_parameters, check_transfers, check_work
 from fxpipe.program.faults import Fault, FaultKind, report
 from fxpipe.program.numbering import Numbering
 from fxpipe.program.program import Program
-from fxpipe.program.walk import Step, check_edges, visit
+from fxpipe.program.progress import check_progress
+from fxpipe.program.walk import check_edges
 
-__all__ = ["Streams", "find_faults", "validate"]
+__all__ = ["Streams", "check_contents", "find_faults", "validate"]
 
 Streams = Literal["pair", "direction"]
 
@@ -66,6 +67,15 @@ def find_faults(
     numbering = Numbering(
         program.placement, edges, program.num_microbatches, lowered=program.is_lowered
     )
+    return check_contents(program, numbering, streams=streams) or tuple(
+        check_progress(program, numbering, edges)
+    )
+
+
+def check_contents(
+    program: Program, numbering: Numbering, *, streams: Streams = "pair"
+) -> tuple[Fault, ...]:
+    """All faults but those that show only when the program runs."""
     census, faults = take_census(program, numbering)
     if faults:
         return tuple(faults)
@@ -74,12 +84,7 @@ def find_faults(
         *check_transfers(program, numbering, census),
         *check_parameters(program, census),
     ]
-    if faults:
-        return tuple(faults)
-    faults = list(_check_message_order(program, numbering, census, streams))
-    if faults:
-        return tuple(faults)
-    return tuple(_check_progress(program, numbering, edges))
+    return tuple(faults) or tuple(_check_message_order(program, numbering, census, streams))
 
 
 def _check_message_order(
@@ -132,55 +137,3 @@ def _first_difference(
 def _half(program: Program, value: Value, rank: int) -> Action:
     is_sender = program.placement.stage_to_rank[value.stage] == rank
     return send_of(value) if is_sender else recv_of(value)
-
-
-def _check_progress(program: Program, numbering: Numbering, edges: Edges) -> Iterator[Fault]:
-    _, position = visit(program, numbering)
-    if all(at == len(actions) for at, actions in zip(position, program.ranks, strict=True)):
-        return
-    made, arrives = _where_written(program, edges)
-    for rank, actions in enumerate(program.ranks):
-        for at, action in enumerate(actions):
-            for value in reads(action, edges):
-                place = arrives.get(value, made[value]) if _computes(action) else made[value]
-                if place.rank == rank and place.position > at:
-                    message = f"reads {value}, written only by {place.action} at position "
-                    yield Fault(
-                        FaultKind.READ_BEFORE_WRITE, rank, at, action, f"{message}{place.position}"
-                    )
-    for rank, actions in enumerate(program.ranks):
-        at = position[rank]
-        if at == len(actions):
-            continue
-        for value in reads(actions[at], edges):
-            place = made[value]
-            if value in arrives and arrives[value].position < at:
-                send = send_of(value)
-                place = Step(place.rank, program.ranks[place.rank].index(send), send)
-            if place.rank != rank and place.position >= position[place.rank]:
-                stop = position[place.rank]
-                yield Fault(
-                    FaultKind.STALL,
-                    rank,
-                    at,
-                    actions[at],
-                    f"waits for {value} from {place.action} at position {place.position} of "
-                    f"rank {place.rank}, which is itself stuck at position {stop}, "
-                    f"{program.ranks[place.rank][stop]}",
-                )
-
-
-def _where_written(program: Program, edges: Edges) -> tuple[dict[Value, Step], dict[Value, Step]]:
-    """Where each value is made and, in a lowered program, where it is received."""
-    made: dict[Value, Step] = {}
-    arrives: dict[Value, Step] = {}
-    for rank, actions in enumerate(program.ranks):
-        for position, action in enumerate(actions):
-            into = made if _computes(action) else arrives
-            for value in writes(action, edges):
-                into[value] = Step(rank, position, action)
-    return made, arrives
-
-
-def _computes(action: Action) -> bool:
-    return action.kind.is_compute or action.kind is Kind.OVERLAP

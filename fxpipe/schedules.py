@@ -40,6 +40,7 @@ __all__ = [
     "Schedule",
     "Schedule1F1B",
     "ScheduleDualPipeV",
+    "ScheduleDualPipeVPaired",
     "ScheduleFromProgram",
     "ScheduleGPipe",
     "ScheduleInterleaved1F1B",
@@ -299,6 +300,12 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
     """Two stages per rank in a V, forwards paired with backwards."""
 
     schedule_name = "DualPipeV"
+
+
+class ScheduleDualPipeVPaired(PipelineScheduleMulti):
+    """DualPipeV in which every forward that can be is paired with a whole backward."""
+
+    schedule_name = "DualPipeVPaired"
 
 
 class ScheduleVHalf(PipelineScheduleMulti):

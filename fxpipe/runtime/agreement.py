@@ -9,6 +9,7 @@ is sent before that. A plan serves all later steps with inputs of the same kind.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,14 +106,10 @@ def split_call(call: Call, stages: Mapping[int, Stage], options: Options, n: int
     """Split what this process was passed; names instead of positions for traced stages."""
     if not call.args and not call.kwargs:
         return Chunks([()] * n, [{} for _ in range(n)], None)
-    args_spec, kwargs_spec = options.args_chunk_spec, options.kwargs_chunk_spec
-    split = split_batch(
-        call.args,
-        call.kwargs,
-        n,
-        args_spec if call.args else None,
-        {k: v for k, v in kwargs_spec.items() if k in call.kwargs} if kwargs_spec else None,
-    )
+    kwargs_spec = options.kwargs_chunk_spec
+    if isinstance(kwargs_spec, Mapping):  # names that no rank knows are refused by `_check_specs`
+        kwargs_spec = {k: v for k, v in kwargs_spec.items() if k in call.kwargs}
+    split = split_batch(call.args, call.kwargs, n, options.args_chunk_spec, kwargs_spec or None)
     front = next(iter(stages.values())).front
     if isinstance(front, TracedFront):
         named = [
@@ -204,12 +201,30 @@ class _Maker:
             assert agreed is not None
             shown = ", ".join(f"rank {rank} passes {size}" for rank, size in other.items())
             raise InputError(f"the batch has {sum(agreed)} rows on rank {first}, but {shown}")
-        if self.info is None:
-            given = {name for _, names in found for name in names}
-            accepted = self.control.gather(manual_keywords(self.stages.values()))
-            if None not in accepted:
-                check_keywords(given, frozenset().union(*accepted))
+        given = frozenset(name for _, names in found for name in names)
+        known = frozenset(self.info.input_names) if self.info is not None else self._keywords(given)
+        self._together(lambda: self._check_specs(known | given))
         return agreed
+
+    def _keywords(self, given: frozenset[str]) -> frozenset[str]:
+        """Keywords that hand-written stages take; what was given must be among them."""
+        accepted = self.control.gather(manual_keywords(self.stages.values()))
+        if None in accepted:
+            return given
+        known = frozenset[str]().union(*accepted)
+        check_keywords(given, known)
+        return known
+
+    def _check_specs(self, known: frozenset[str]) -> None:
+        spec = self.options.kwargs_chunk_spec
+        unknown = sorted(set(spec) - known) if isinstance(spec, Mapping) else []
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InputError(
+                f"kwargs_chunk_spec names {', '.join(map(repr, unknown))}, but the keyword inputs "
+                f"are {', '.join(map(repr, sorted(known))) or 'none'}{hint}"
+            )
 
     def _routes(self, chunks: Chunks) -> tuple[Route, ...]:
         """Who sends which input to whom, for traced stages."""

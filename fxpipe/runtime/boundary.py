@@ -95,6 +95,24 @@ class Skeleton:
         ]
         return pytree.tree_unflatten(leaves, self.treespec)
 
+    def __reduce__(self) -> Any:
+        # A treespec does not travel well; a value of its structure does.
+        holes = [
+            _Hole() if flag else x for flag, x in zip(self.is_tensor, self.leaves, strict=True)
+        ]
+        value = pytree.tree_unflatten(holes, self.treespec)
+        return _skeleton_from, (value, self.leaves, self.is_tensor, self.names)
+
+
+class _Hole:
+    """Stands where a tensor goes."""
+
+
+def _skeleton_from(
+    value: Any, leaves: tuple[Any, ...], is_tensor: tuple[bool, ...], names: tuple[str, ...]
+) -> Skeleton:
+    return Skeleton(pytree.tree_flatten(value)[1], leaves, is_tensor, names)
+
 
 def skeleton_of(value: Any) -> Skeleton:
     """The structure of `value` without its tensors."""

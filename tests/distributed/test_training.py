@@ -1,0 +1,38 @@
+"""Training over real gloo processes equals the plain model on every rank."""
+
+import pytest
+
+from tests.distributed import bodies
+from tests.distributed.ranks import run_on_ranks
+from tests.runtime.training import SCHEDULE_NAMES
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_hand_written_stages_on_two_ranks(schedule: str) -> None:
+    run_on_ranks(2, bodies.train_blocks, schedule, 2, 4)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_hand_written_stages_on_four_ranks(schedule: str) -> None:
+    run_on_ranks(4, bodies.train_blocks, schedule, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "ranks", "style"),
+    [
+        ("gpt", "1F1B", 2, "same"),
+        ("gpt", "ZBVZeroBubble", 2, "ranks"),
+        ("gpt", "1F1B", 4, "same"),
+        ("llama", "InterleavedZeroBubble", 2, "ranks"),
+        ("unet", "Interleaved1F1B", 2, "same"),
+        ("unet", "GPipe", 4, "ranks"),
+        ("encoder_decoder", "1F1B", 2, "ranks"),
+        ("encoder_decoder", "DualPipeV", 2, "same"),
+        ("moe", "ZBH1", 2, "same"),
+        ("resnet", "VHalf", 2, "same"),
+        ("vit", "LoopedBFS", 2, "same"),
+        ("mlp", "Wave", 2, "same"),
+    ],
+)
+def test_models_on_real_ranks(model: str, schedule: str, ranks: int, style: str) -> None:
+    run_on_ranks(ranks, bodies.train_model, model, schedule, ranks, style)

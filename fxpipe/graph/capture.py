@@ -23,7 +23,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import FxpipeError, SplitError
-from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device
+from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.markers import SplitPoint, listening
@@ -148,6 +148,7 @@ def _trace_once(
     sizes = Sizes(mode, dims)
     with ExitStack() as stack:
         stack.enter_context(preserved(module))
+        stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         state = FakeState(mode, module, all_trainable=True)

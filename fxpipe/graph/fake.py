@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.preserve import local_tensor, preserved, preserved_values
+from fxpipe.graph.preserve import local_tensor, preserved
+from fxpipe.graph.realrun import grown, run_real
 from fxpipe.graph.structure import map_leaves
 
 __all__ = [
@@ -55,6 +57,7 @@ def probe(
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
         stack.enter_context(intercepted(module, Quiet()))
+        stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         state = FakeState(mode, module, all_trainable=False)
         stack.enter_context(state.fake())
@@ -68,6 +71,18 @@ def probe(
             raise failure
         with state.real():
             return run_real(mode, module, module, fakes[0], fakes[1], failure)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch from logging the failures on fake tensors that we deal with."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class Quiet:
@@ -223,51 +238,3 @@ def _faked(leaf: Any) -> Any:
         )
         return grown(made) if leaf.requires_grad else made
     return leaf
-
-
-def grown(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like this one that has a history, so code may change it in place."""
-    return tensor.requires_grad_(True) * 1
-
-
-def run_real(
-    mode: FakeTensorMode,
-    module: nn.Module,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    failure: BaseException,
-) -> Any:
-    """Run a module on made-up real tensors and return its outputs as fake ones.
-
-    Raises:
-        the given failure: the module fails on real tensors as well.
-    """
-    memo: dict[int, torch.Tensor] = {}
-
-    def real(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt):
-            return int(leaf)
-        if isinstance(leaf, FakeTensor):
-            if id(leaf) not in memo:
-                memo[id(leaf)] = _made_up(leaf)
-            return memo[id(leaf)]
-        return leaf
-
-    with preserved_values(module):
-        try:
-            result = call(*map_leaves(real, args), **map_leaves(real, kwargs))
-        except Exception as error:
-            raise failure from error
-    with mode:
-        return map_leaves(_faked, result)
-
-
-def _made_up(fake: FakeTensor) -> torch.Tensor:
-    shape = [int(size) for size in fake.shape]
-    if _is_float(fake):
-        made = torch.randn(shape, dtype=torch.float32, device=fake.device).to(fake.dtype)
-        return grown(made) if fake.requires_grad else made
-    if fake.dtype == torch.bool:
-        return torch.ones(shape, dtype=torch.bool, device=fake.device)
-    return torch.zeros(shape, dtype=fake.dtype, device=fake.device)

@@ -19,7 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxpipe.graph import markers
-from fxpipe.graph.fake import FakeState, Left, run_real
+from fxpipe.graph.fake import FakeState, Left
+from fxpipe.graph.realrun import run_real
 from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, walk
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]

@@ -22,7 +22,22 @@ from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
-__all__ = ["check_parameters", "check_transfers", "check_work"]
+__all__ = ["check_parameters", "check_size", "check_transfers", "check_work"]
+
+
+def check_size(program: Program) -> Iterator[Fault]:
+    """Ranks that are far too short for the number of microbatches.
+
+    Without this, a microbatch number with a few digits too many, read from a file, would
+    have the validator count up to it.
+    """
+    for rank, actions in enumerate(program.ranks):
+        stages = program.placement.stages_of(rank)
+        num_needed = len(stages) * program.num_microbatches
+        if num_needed > 4096 and num_needed > 2 * len(actions):
+            message = f"missing: {num_needed} forwards do not fit into {len(actions)} actions"
+            last = Action(Kind.FORWARD, stages[-1], program.num_microbatches - 1)
+            yield Fault(FaultKind.MISSING_WORK, rank, None, last, message)
 
 
 def check_work(program: Program, census: Census) -> Iterator[Fault]:

@@ -30,7 +30,7 @@ from typing import Literal
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
 from fxpipe.program.census import Census, take_census
-from fxpipe.program.completeness import check_parameters, check_transfers, check_work
+from fxpipe.program.completeness import check_parameters, check_size, check_transfers, check_work
 from fxpipe.program.faults import Fault, FaultKind, report
 from fxpipe.program.numbering import Numbering
 from fxpipe.program.program import Program
@@ -76,6 +76,9 @@ def check_contents(
     program: Program, numbering: Numbering, *, streams: Streams = "pair"
 ) -> tuple[Fault, ...]:
     """All faults but those that show only when the program runs."""
+    faults = list(check_size(program))
+    if faults:
+        return tuple(faults)
     census, faults = take_census(program, numbering)
     if faults:
         return tuple(faults)

@@ -1,0 +1,332 @@
+"""Lowering adds what it should, where it should, and changes nothing else."""
+
+from textwrap import dedent
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.program import (
+    Action,
+    Edge,
+    Edges,
+    Kind,
+    Link,
+    Placement,
+    Program,
+    StageCosts,
+    find_faults,
+    fuse_backward,
+    lower,
+    simulate,
+    validate,
+)
+from tests.program.grid import LOWERINGS, programs
+from tests.program.oracle import finishes, is_sound
+
+ONE_F_ONE_B = Program.parse("""
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+""")
+
+
+def test_early_receives_are_posted_when_the_sender_sends():
+    assert str(lower(ONE_F_ONE_B)) == dedent("""\
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2
+        rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
+
+
+def test_late_receives_wait_for_their_reader_or_the_next_message_of_the_pair():
+    program = lower(ONE_F_ONE_B, receives="late")
+
+    assert str(program) == dedent("""\
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2
+        rank 1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
+
+
+def test_the_latest_receives_wait_for_their_reader_or_the_next_receive():
+    program = lower(ONE_F_ONE_B, receives="latest")
+
+    assert str(program) == dedent("""\
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2
+        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
+    # Fine with one communicator per direction, and a stall with one per pair of ranks.
+    validate(program, streams="direction")
+    with pytest.raises(ScheduleError, match="message order"):
+        validate(program)
+
+
+def test_moving_each_recv_to_its_reader_by_itself_stalls():
+    # The tempting shortcut: what "late" would be without heeding the pair's other
+    # messages. Both ranks then wait for the other one to receive first.
+    naive = Program.parse("""
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
+    """)
+
+    assert not finishes(naive, Edges.chain(2), "pair")
+    assert find_faults(naive)
+
+
+@pytest.mark.parametrize("name", programs())
+def test_every_schedule_and_option_gives_a_sound_program(name):
+    program = programs()[name]
+    text = str(program)
+    edges = Edges.chain(program.num_stages)
+
+    for options in LOWERINGS.values():
+        lowered = lower(program, **options)
+        assert is_sound(lowered, edges, "pair")
+        assert is_sound(lowered, edges, "direction")
+        assert lowered.name == program.name
+    latest = lower(program, receives="latest")
+    assert is_sound(latest, edges, "direction")
+    assert str(program) == text
+
+
+@pytest.mark.parametrize("name", programs())
+def test_without_fusing_the_compute_actions_stay_as_they_are(name):
+    program = programs()[name]
+
+    for receives in ("early", "late", "latest"):
+        lowered = lower(program, receives=receives, fuse=False)
+        kept = [
+            tuple(a for a in actions if a.kind.is_compute or a.parts) for actions in lowered.ranks
+        ]
+        assert tuple(kept) == program.ranks
+
+
+@pytest.mark.parametrize("name", programs())
+def test_late_keeps_the_messages_of_each_pair_in_order(name):
+    program = programs()[name]
+
+    def messages(lowered: Program) -> list[list[Action]]:
+        stage_to_rank = lowered.placement.stage_to_rank
+        return [
+            [a for a in actions if a.kind.is_transfer and stage_to_rank[a.peer] == other]
+            for actions in lowered.ranks
+            for other in range(lowered.num_ranks)
+        ]
+
+    assert messages(lower(program)) == messages(lower(program, receives="late"))
+
+
+def test_a_skip_goes_straight_to_where_it_is_used():
+    edges = Edges.of(4, [(0, 1), (1, 2), (2, 3), (0, 3)])
+    program = Program.parse("rank 0: 0F0 1F0 1B0 0B0\nrank 1: 2F0 3F0 3B0 2B0")
+
+    lowered = lower(program, edges)
+
+    assert str(lowered) == dedent("""\
+        rank 0: 0F0 0SEND_F0>3 1F0 1SEND_F0 0RECV_B0<3 1RECV_B0 1B0 0B0
+        rank 1: 3RECV_F0<0 2RECV_F0 2F0 3F0 3B0 3SEND_B0>0 2B0 2SEND_B0""")
+    validate(lowered, edges)
+
+
+def test_an_edge_without_gradient_returns_none():
+    edges = Edges.of(2, [Edge(0, 1, False)])
+    program = Program.parse("rank 0: 0F0 0B0\nrank 1: 1F0 1B0")
+
+    assert str(lower(program, edges)) == dedent("""\
+        rank 0: 0F0 0SEND_F0 0B0
+        rank 1: 1RECV_F0 1F0 1B0""")
+
+
+def test_neighbours_on_one_rank_exchange_nothing():
+    program = Program.of(
+        Placement.v(1, 2),
+        1,
+        [[Action(k, s, 0) for k, s in ((Kind.FORWARD, 0), (Kind.FORWARD, 1))]],
+    )
+
+    assert lower(program).ranks == program.ranks
+
+
+def test_a_pair_receives_before_and_sends_after_itself():
+    program = Program.parse("""
+        rank 0: 0F0 0F1 3F0 (0F2;3B0)OVERLAP_F_B 3F1 3B1 0B0 0B1 3F2 3B2 0B2
+        rank 1: 1F0 2F0 1F1 2F1 (1F2;2B0)OVERLAP_F_B 1B0 2F2 2B1 1B1 2B2 1B2
+    """)
+
+    row = str(lower(program, receives="late")).splitlines()[1]
+
+    assert "1RECV_F2 2RECV_B0 (1F2;2B0)OVERLAP_F_B 1B0" in row
+    assert row.index("(1F2;2B0)OVERLAP_F_B") < row.index("1SEND_B0")
+
+
+def test_a_first_stage_has_no_use_for_an_input_half():
+    program = Program.parse("rank 0: 0F0 0I0 0F1 0I1 0W0 0W1\nrank 1: 1F0 1I0 1W0 1F1 1I1 1W1")
+
+    fused = fuse_backward(program)
+
+    assert str(fused) == dedent("""\
+        rank 0: 0F0 0F1 0B0 0B1
+        rank 1: 1F0 1I0 1W0 1F1 1I1 1W1""")
+    assert fuse_backward(program, keep_input_backward=[0]) == program
+
+
+def test_halves_are_joined_where_nobody_waits_for_the_first():
+    # Stage 2 returns its gradient to stage 1 on the same rank: nobody gains from an early
+    # I. Stage 1 returns it to another rank, which would have to wait for the W as well.
+    program = Program.of(
+        Placement(2, (0, 1, 1)),
+        1,
+        [
+            [Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)],
+            [
+                Action(Kind.FORWARD, 1, 0),
+                Action(Kind.FORWARD, 2, 0),
+                Action(Kind.BACKWARD_INPUT, 2, 0),
+                Action(Kind.BACKWARD_WEIGHT, 2, 0),
+                Action(Kind.BACKWARD_INPUT, 1, 0),
+                Action(Kind.BACKWARD_WEIGHT, 1, 0),
+            ],
+        ],
+    )
+
+    assert str(fuse_backward(program)) == dedent("""\
+        rank 0: 0F0 0B0
+        rank 1: 1F0 2F0 2B0 1I0 1W0""")
+
+
+def test_a_stage_behind_an_edge_without_gradient_is_a_first_stage_too():
+    edges = Edges.of(2, [Edge(0, 1, False)])
+    program = Program.parse("rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0")
+
+    assert str(fuse_backward(program, edges)) == "rank 0: 0F0 0B0\nrank 1: 1F0 1B0"
+
+
+def test_useless_halves_inside_pairs_go_too():
+    program = Program.parse("""
+        rank 0: 0F0 (0F1;0I0)OVERLAP_F_B (0F2;0W0)OVERLAP_F_B (0I1;0I2)OVERLAP_F_B 0W1 0W2
+        rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    """)
+
+    fused = fuse_backward(program)
+
+    assert str(fused).splitlines()[0] == "rank 0: 0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2"
+
+
+@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("shares", [(1, 1, 1), (1, 1.4, 0.6)])
+def test_joining_halves_costs_no_time(name, shares):
+    program = programs()[name]
+    forward, backward_input, backward_weight = shares
+    costs = StageCosts.uniform(
+        program.placement,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+    )
+
+    fused = fuse_backward(program, keep_input_backward=range(program.num_stages))
+
+    before, after = simulate(program, costs), simulate(fused, costs)
+    assert after.makespan == pytest.approx(before.makespan)
+    assert max(after.peak_memory) == pytest.approx(max(before.peak_memory))
+
+
+def test_gradients_are_reduced_once_after_the_last_one_and_its_sends():
+    lowered = lower(ONE_F_ONE_B, reduce_grad=True)
+
+    assert str(lowered).splitlines()[0].endswith("0RECV_B2 0B2 0REDUCE_GRAD")
+    assert str(lowered).splitlines()[1].endswith("1B2 1SEND_B2 1REDUCE_GRAD")
+    assert str(lowered).count("REDUCE_GRAD") == 2
+
+
+def test_a_forward_only_program_reduces_nothing():
+    program = Program.parse("rank 0: 0F0\nrank 1: 1F0")
+
+    assert "REDUCE" not in str(lower(program, reduce_grad=True))
+
+
+LOOPED = Program.parse("""
+    rank 0: 0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 2B0 2B1 0B0 0B1
+    rank 1: 1F0 1F1 3F0 3F1 5F0 5F1 5B0 5B1 3B0 3B1 1B0 1B1
+""")
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (
+            1,
+            "0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2RESHARD 4UNSHARD 4F0 4F1 4B0 4B1 "
+            "4RESHARD 2UNSHARD 2B0 2B1 2RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
+        ),
+        (
+            2,
+            "0UNSHARD 2UNSHARD 0F0 0F1 0RESHARD 4UNSHARD 2F0 2F1 4F0 4F1 4B0 4B1 4RESHARD 0UNSHARD "
+            "2B0 2B1 2RESHARD 0B0 0B1 0RESHARD",
+        ),
+        (
+            3,
+            "0UNSHARD 2UNSHARD 4UNSHARD 0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 4RESHARD 2B0 2B1 2RESHARD "
+            "0B0 0B1 0RESHARD",
+        ),
+    ],
+)
+def test_the_next_stages_are_unsharded_ahead_within_the_bound(bound, expected):
+    lowered = lower(LOOPED, max_unsharded=bound)
+
+    without_transfers = " ".join(str(a) for a in lowered.ranks[0] if not a.kind.is_transfer)
+    assert without_transfers == expected
+
+
+def test_unsharding_starts_before_the_receives_that_follow():
+    lowered = lower(LOOPED, max_unsharded=1)
+
+    assert str(lowered).splitlines()[1].startswith("rank 1: 1UNSHARD 1RECV_F0 1RECV_F1 1F0")
+
+
+@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_the_bound_on_unsharded_stages_holds(name, bound):
+    program = programs()[name]
+    if bound == 1 and "OVERLAP" in str(program):
+        with pytest.raises(ScheduleError, match="needs 2 stages unsharded at once, but max_unsh"):
+            lower(program, max_unsharded=bound)
+        return
+
+    for actions in lower(program, max_unsharded=bound).ranks:
+        unsharded = set()
+        for action in actions:
+            if action.kind is Kind.UNSHARD:
+                unsharded.add(action.stage)
+            elif action.kind is Kind.RESHARD:
+                unsharded.remove(action.stage)
+            assert len(unsharded) <= bound
+        assert not unsharded
+
+
+def test_a_lowered_program_is_not_lowered_again():
+    with pytest.raises(ScheduleError, match="the program is lowered already"):
+        lower(lower(ONE_F_ONE_B))
+
+
+def test_an_unsound_program_is_not_lowered():
+    with pytest.raises(ScheduleError, match="rank 1, position 0, 1B0: reads residual"):
+        lower(Program.parse("rank 0: 0F0 0B0\nrank 1: 1B0 1F0"))
+    with pytest.raises(ScheduleError, match="0B0: missing"):
+        lower(Program.parse("rank 0: 0F0\nrank 1: 1F0 1B0"))
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ScheduleError, match="max_unsharded must be at least 1, got 0"):
+        lower(ONE_F_ONE_B, max_unsharded=0)
+    with pytest.raises(ScheduleError, match=r"receives is one of .*, got 'soon'"):
+        lower(ONE_F_ONE_B, receives="soon")
+
+
+@pytest.mark.parametrize("name", [n for n, p in programs().items() if "OVERLAP" not in str(p)])
+@pytest.mark.parametrize("latency", [0.0, 0.2])
+def test_messages_ordered_by_the_real_costs_never_wait_for_each_other(name, latency):
+    # Ordered by rank number instead of time, messages between two ranks wait for one that
+    # is ready only later: 27% of a step for interleaved 1F1B on 8 ranks. (The two messages
+    # of a pair of actions leave at the same time, so one of them always waits.)
+    program = programs()[name]
+    costs = StageCosts.uniform(program.placement, link=Link(latency))
+    alone = simulate(program, costs)
+
+    ordered = simulate(lower(program, fuse=False, costs=costs), costs, streams="direction")
+
+    assert ordered.makespan <= alone.makespan * 1.001

@@ -1,0 +1,251 @@
+"""Whatever goes wrong on one rank, every rank says so within seconds, and can go on."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import (
+    InputError,
+    PipelineStage,
+    RemoteStageError,
+    Schedule1F1B,
+    ScheduleError,
+    ScheduleZBVZeroBubble,
+)
+from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand, stages_of
+from tests.distributed.ranks import RankFailedError, run_on_ranks
+from tests.runtime.training import assert_close
+
+SOON = 5.0  # the promise is 2 s; the machine may be busy
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, owner: "Faulty") -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        ctx.owner.maybe_raise("backward")
+        return grad, None
+
+
+class Faulty(nn.Module):
+    """A linear layer that raises in its third forward or backward once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.armed = ""
+        self.calls = 0
+
+    def maybe_raise(self, where: str) -> None:
+        if self.armed == where:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyError("the user's bug 4711")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.maybe_raise("forward")
+        return Bomb.apply(torch.tanh(self.linear(x)), self)
+
+
+def fault_in_stage(rank: int, schedule: type, faulty_stage: int, where: str, num_ranks: int) -> str:
+    indices, num_stages = layout(schedule.schedule_name, rank, num_ranks)
+    modules = blocks(num_stages)
+    modules[faulty_stage] = Faulty()
+    x, y = rand(8, 8), rand(8, 8, seed=2)
+    made = schedule(stages_of(modules, indices), 4, loss_fn=mse)
+    made.step(x, target=y)
+    modules[faulty_stage].armed = where
+
+    start = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        made.step(x, target=y)
+
+    assert time.monotonic() - start < SOON
+    error = caught.value
+    if faulty_stage in indices:
+        assert type(error) is KeyError
+        text = "\n".join(error.__notes__)
+    else:
+        assert type(error) is RemoteStageError
+        assert "the user's bug 4711" in str(error)
+        assert error.stage == faulty_stage
+        assert error.microbatch == 2
+        text = str(error)
+    assert f"stage {faulty_stage}" in text
+    assert "microbatch 2" in text
+
+    # Nothing is left on the wires: the same schedule and a new one both work.
+    modules[faulty_stage].armed = ""
+    for again in (made, schedule(stages_of(modules, indices), 4, loss_fn=mse)):
+        for module in modules:
+            module.zero_grad()
+        reference, _ = plain_gradients(modules, x, y)
+        again.step(x, target=y)
+        for i in indices:
+            for p, q in zip(modules[i].parameters(), reference[i].parameters(), strict=True):
+                assert_close(p.grad, q.grad, f"stage {i} after the fault")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "where", "ranks"),
+    [
+        (Schedule1F1B, 0, "forward", 3),
+        (Schedule1F1B, 1, "forward", 3),
+        (Schedule1F1B, 2, "backward", 3),
+        (Schedule1F1B, 0, "backward", 3),
+        (ScheduleZBVZeroBubble, 2, "forward", 2),
+        (ScheduleZBVZeroBubble, 1, "backward", 2),
+    ],
+)
+def test_an_exception_in_a_stage_reaches_all_ranks(
+    schedule: type, stage: int, where: str, ranks: int
+) -> None:
+    run_on_ranks(ranks, fault_in_stage, schedule, stage, where, ranks)
+
+
+def fault_in_loss(rank: int) -> None:
+    modules = blocks(2)
+    seen = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(1)
+        if len(seen) == 3:
+            raise ValueError("no loss today")
+        return mse(output, target)
+
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=loss)
+    with pytest.raises((ValueError, RemoteStageError), match="no loss today"):
+        made.step(rand(8, 8), target=rand(8, 8))
+    made.step(rand(8, 8), target=rand(8, 8))
+
+
+def test_an_exception_in_the_loss_reaches_all_ranks() -> None:
+    run_on_ranks(2, fault_in_loss)
+
+
+def slow_last_backward(rank: int) -> None:
+    # Rank 1 is done when rank 0 fails in its very last backward; it must not return happily.
+    modules = blocks(2)
+    modules[0] = Faulty()
+    made = Schedule1F1B(stages_of(modules, [rank]), 3, loss_fn=mse)
+    made.step(rand(6, 8), target=rand(6, 8))
+    modules[0].armed = "backward"
+    with pytest.raises((KeyError, RemoteStageError), match="4711"):
+        made.step(rand(6, 8), target=rand(6, 8))
+
+
+def test_a_fault_after_a_rank_is_done_still_reaches_it() -> None:
+    run_on_ranks(2, slow_last_backward)
+
+
+def microbatch_counts_differ(rank: int) -> None:
+    made = Schedule1F1B(stages_of(blocks(2), [rank]), 4 + rank, loss_fn=mse)
+    with pytest.raises(ScheduleError, match=r"number of microbatches: 4 on rank 0, 5 on rank 1"):
+        made.step(rand(20, 8), target=rand(20, 8))
+
+
+def test_different_numbers_of_microbatches_are_named_on_all_ranks() -> None:
+    run_on_ranks(2, microbatch_counts_differ)
+
+
+def calls_differ(rank: int) -> None:
+    made = Schedule1F1B(stages_of(blocks(2), [rank]), 4, loss_fn=mse)
+    with pytest.raises(InputError, match=r"rank 0 calls step\(\), rank 1 calls eval\(\)"):
+        (made.eval if rank else made.step)(rand(8, 8), target=rand(8, 8))
+    made.step(rand(8, 8), target=rand(8, 8))
+
+
+def test_step_on_one_rank_and_eval_on_another_is_refused() -> None:
+    run_on_ranks(2, calls_differ)
+
+
+def bad_inputs(rank: int) -> None:
+    made = Schedule1F1B(stages_of(blocks(2), [rank]), 4, loss_fn=mse)
+    x = rand(8, 8)
+    with pytest.raises(InputError, match="target"):
+        made.step(x)
+    with pytest.raises(InputError, match=r"batch of 3 rows .* 4 microbatches"):
+        made.step(*(() if rank else (x[:3],)), target=rand(3, 8))
+    with pytest.raises(InputError, match="no stage takes the keyword input 'mask'"):
+        made.step(x, target=x, mask=x)
+    with pytest.raises(InputError, match="8 rows on rank 0, but rank 1 passes 6"):
+        made.step(x[: 8 - 2 * rank], target=x)
+    with pytest.raises(InputError, match="no_grad"), torch.no_grad():
+        made.step(x, target=x)
+    made.step(x, target=x)
+
+
+def test_bad_inputs_on_one_rank_are_refused_on_all() -> None:
+    run_on_ranks(2, bad_inputs)
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.seconds = seconds
+        self.is_slow = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_slow:
+            time.sleep(self.seconds)
+        return self.linear(x)
+
+
+def hang(rank: int) -> str:
+    modules = [Sleeper(8.0), blocks(1)[0]]
+    made = Schedule1F1B(stages_of(modules, [rank]), 2, loss_fn=mse, timeout=2.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    modules[0].is_slow = True
+    with pytest.raises(RemoteStageError) as caught:
+        made.step(rand(8, 8), target=rand(8, 8))
+    return str(caught.value)
+
+
+def test_a_hang_says_who_waits_for_whom() -> None:
+    texts = run_on_ranks(2, hang)
+
+    assert "no answer from rank 0" in texts[1]
+    assert "rank 0: in action 0F0" in texts[1]
+    assert "rank 1: in action 1F0" in texts[1]
+
+
+def lost_peer(rank: int) -> str:
+    modules = blocks(3)
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse)
+    made.step(rand(8, 8), target=rand(8, 8))
+    if rank == 1:
+        os._exit(3)
+    start = time.monotonic()
+    with pytest.raises(RemoteStageError) as caught:
+        made.step(rand(8, 8), target=rand(8, 8))
+    assert time.monotonic() - start < SOON
+    return str(caught.value)
+
+
+def test_a_lost_process_is_noticed_by_all_others() -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_on_ranks(3, lost_peer, limit=30.0)
+
+    # Only the process that died is missing; the others raised as they should.
+    assert "rank 1: did not survive: exit code 3" in str(caught.value)
+    assert str(caught.value).count("--- rank") == 1
+
+
+def wrong_stages(rank: int) -> None:
+    modules = blocks(2)
+    made = Schedule1F1B([PipelineStage(modules[0], 0, 2, "cpu")], 4, loss_fn=mse)
+    with pytest.raises(ScheduleError, match=r"rank 1 must hold the stages \[1\].*was given \[0\]"):
+        made.step(rand(8, 8), target=rand(8, 8))
+
+
+def test_a_stage_on_the_wrong_rank_is_named_on_all_ranks() -> None:
+    run_on_ranks(2, wrong_stages)

@@ -114,9 +114,9 @@ class Deferral(TorchFunctionMode):
         """Run the backward of `outputs`, leaving the weight gradients for `run`."""
         # Given tensors, the call would come to __torch_function__ and go on with no mode
         # active. Given edges it does not, and what is recomputed still passes through here.
-        edges = _edges(outputs)
+        edges, seeds = _edges(outputs), _seeds(outputs, grads)
         with self:
-            torch.autograd.backward(edges, grads)
+            torch.autograd.backward(edges, seeds)
 
     def run(self) -> None:
         """Compute the weight gradients and add them to the parameters, each once."""
@@ -166,8 +166,9 @@ class Deferral(TorchFunctionMode):
         roots = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else list(tensors)
         grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
         if inputs is None:
+            edges, seeds = _edges(roots), _seeds(roots, grads)
             with self:
-                torch.autograd.backward(_edges(roots), grads, **options)
+                torch.autograd.backward(edges, seeds, **options)
             return
         works: list[WeightWork] = []
         outer, self._sink = self._sink, works
@@ -188,19 +189,23 @@ class Deferral(TorchFunctionMode):
         outputs: Sequence[Tensor | GradientEdge],
         inputs: Sequence[Tensor | GradientEdge],
         *,
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
         create_graph: bool = False,
         allow_unused: bool = False,
         materialize_grads: bool = False,
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         """`torch.autograd.grad` as a module calls it: none of its work is left for later."""
+        given = [grad_outputs] if isinstance(grad_outputs, Tensor) else grad_outputs
+        edges, seeds = _edges(outputs), _seeds(outputs, given)
         works: list[WeightWork] = []
         outer, self._sink = self._sink, works
         try:
             with self:
                 *found, _ = torch.autograd.grad(
-                    _edges(outputs),
+                    edges,
                     _edges([*inputs, _ANCHOR]),
+                    seeds,
                     create_graph=create_graph,
                     allow_unused=True,
                     **options,
@@ -240,6 +245,18 @@ _INNER: dict[Callable[..., Any], Callable[..., Any]] = {
 
 def _edges(tensors: Sequence[Tensor | GradientEdge]) -> list[GradientEdge]:
     return [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in tensors]
+
+
+def _seeds(
+    tensors: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None] | None
+) -> list[Tensor | None]:
+    # An edge does not know that its tensor is a subclass, so make the implicit gradient here.
+    return [
+        torch.ones_like(tensor)
+        if grad is None and isinstance(tensor, Tensor) and tensor.numel() == 1
+        else grad
+        for tensor, grad in zip(tensors, grads or [None] * len(tensors), strict=True)
+    ]
 
 
 def _sum_of(left: Tensor | None, right: Tensor | None) -> Tensor | None:

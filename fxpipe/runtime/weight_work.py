@@ -113,16 +113,11 @@ def _hand_over(parameters: list[Parameter], sums: dict[Parameter, Tensor]) -> No
     """Give each parameter its sum as a backward would; empties `parameters`."""
     # Autograd takes a gradient over without a copy if nobody else holds it.
     grads = [sums.pop(parameter) for parameter in parameters]
-    if any(not parameter.requires_grad for parameter in parameters):  # frozen since the forward
-        pairs = [(p, g) for p, g in zip(parameters, grads, strict=True) if p.requires_grad]
-        parameters[:] = [p for p, _ in pairs]
-        grads = [g for _, g in pairs]
-        del pairs
-    if parameters:
+    if any(parameter.requires_grad for parameter in parameters):  # or frozen since the forward
         with torch.enable_grad():
             root: Tensor = _source(grads, *parameters)
-        parameters.clear()
         torch.autograd.backward([root])
+    parameters.clear()
 
 
 class _Source(torch.autograd.Function):

@@ -9,7 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 __all__ = ["DIM", "MODULES", "Checkpointed", "Lambda", "inputs_for"]
 
@@ -78,12 +82,46 @@ class Recompute(torch.autograd.Function):
         )
 
 
+class Tagged(Tensor):
+    """A tensor subclass that does nothing but exist."""
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> Tensor:  # for deepcopy
+        return super().new_empty(*args, **kwargs).as_subclass(Tagged)
+
+
+def tagged_weight() -> nn.Module:
+    tagged = nn.Parameter(torch.randn(4, DIM).as_subclass(Tagged))
+    return Lambda(lambda m, x: F.linear(x, m.w).as_subclass(Tensor), w=tagged)
+
+
+def save_products(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selectively(m: Any, x: Tensor) -> Tensor:
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(save_products)
+
+    return checkpoint(m.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def doubled(m: Any, x: Tensor) -> Tensor:
+    return torch.func.functional_call(m.a, {"weight": m.a.weight * 2}, (x,))
+
+
 def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape) / 2)
 
 
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh(), nn.Linear(8, DIM))
+
+
+def both_ways() -> nn.Module:
+    """A weight with a deferrable use and another one."""
+    return Lambda(lambda m, x: F.linear(x, m.w) + m.w.square().sum(), w=weight(DIM, DIM))
 
 
 def tied() -> nn.Module:
@@ -188,6 +226,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "embedding": (lambda: nn.Embedding(DIM, 4), ()),
     "embedding_padded": (lambda: nn.Embedding(DIM, 4, padding_idx=-1), ()),
+    "embedding_padded_from_the_end": (
+        lambda: Lambda(lambda m, x: F.embedding(x, m.w, padding_idx=-1), w=weight(DIM, 4)),
+        (),
+    ),
     "embedding_by_frequency": (lambda: nn.Embedding(DIM, 4, scale_grad_by_freq=True), ()),
     "embedding_renormed": (lambda: nn.Embedding(DIM, 4, max_norm=0.5), ()),
     "tied": (tied, ()),
@@ -219,11 +261,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Checkpointed(Checkpointed(mlp(), use_reentrant=False), use_reentrant=True),
         (3, DIM),
     ),
+    "checkpoint_selective": (lambda: Lambda(selectively, inner=mlp()), (3, DIM)),
+    "tensor_subclass": (tagged_weight, (3, DIM)),
+    "functional_call": (lambda: Lambda(doubled, a=nn.Linear(DIM, 4)), (3, DIM)),
     "weight_norm": (lambda: parametrizations.weight_norm(nn.Linear(DIM, 4)), (3, DIM)),
-    "weight_used_both_ways": (
-        lambda: Lambda(lambda m, x: F.linear(x, m.w) + m.w.square().sum(), w=weight(DIM, DIM)),
-        (3, DIM),
-    ),
+    "weight_used_both_ways": (both_ways, (3, DIM)),
+    "checkpoint_both_ways": (lambda: Checkpointed(both_ways(), use_reentrant=True), (3, DIM)),
     "no_grad_inside": (lambda: Lambda(without_grad, a=nn.Linear(DIM, DIM)), (3, DIM)),
     "force_field": (lambda: Lambda(force, net=mlp()), (3, DIM)),
     "inner_step": (lambda: Lambda(inner_step, w=weight(DIM, DIM)), (3, DIM)),

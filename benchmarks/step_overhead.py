@@ -1,0 +1,142 @@
+"""Time whole training steps on two gloo processes, beside torch.distributed.pipelining.
+
+    python -m benchmarks.step_overhead            # tiny model: the cost of running actions
+    python -m benchmarks.step_overhead --heavy    # compute-bound model
+
+Both packages run the same modules under the same schedule in the same processes, in
+turns, so that whatever else the machine does hits both. Only ratios mean anything.
+"""
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from benchmarks.ports import free_port
+
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *[part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def stages_of(schedule: str, rank: int) -> tuple[list[int], int]:
+    if schedule in ("GPipe", "1F1B"):
+        return [rank], 2
+    if schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return [rank, 3 - rank], 4
+    return [rank, rank + 2], 4
+
+
+def make(package: Any, schedule: str, rank: int, options: argparse.Namespace) -> Any:
+    """A function that runs one step with `package`."""
+    indices, num_stages = stages_of(schedule, rank)
+    torch.manual_seed(0)
+    modules = [Block(options.width, options.layers) for _ in range(num_stages)]
+    stages = [
+        package.PipelineStage(modules[i], i, num_stages, torch.device("cpu")) for i in indices
+    ]
+    from_name = package.schedules.get_schedule_class(schedule)
+    made = from_name(
+        stages[0] if schedule in ("GPipe", "1F1B") else stages,
+        options.microbatches,
+        loss_fn=mse,
+    )
+    x = torch.randn(options.rows * options.microbatches, options.width)
+
+    def step() -> None:
+        args = (x,) if 0 in indices else ()
+        kwargs = {"target": x} if num_stages - 1 in indices else {}
+        made.step(*args, return_outputs=False, **kwargs)
+        for i in indices:
+            modules[i].zero_grad()
+
+    return step
+
+
+def measure(step: Any, options: argparse.Namespace) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    cpu = time.process_time()
+    for _ in range(options.steps):
+        step()
+    took = time.process_time() - cpu if options.cpu else time.perf_counter() - start
+    return took / options.steps
+
+
+def run(rank: int, port: int, options: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    from torch.distributed import pipelining as peer
+
+    import fxpipe
+
+    if rank == 0:
+        what = "CPU time" if options.cpu else "wall time"
+        print(f"{'schedule':24} {'torch ms':>9} {'fxpipe ms':>10} {'ratio':>6}   ({what} per step)")
+    for schedule in options.schedules:
+        steps = {name: make(package, schedule, rank, options)
+                 for name, package in (("torch", peer), ("fxpipe", fxpipe))}  # fmt: skip
+        for step in steps.values():
+            for _ in range(3):
+                step()
+        found: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(options.rounds):
+            for name, step in steps.items():
+                found[name].append(measure(step, options))
+        theirs, ours = (statistics.median(found[name]) for name in ("torch", "fxpipe"))
+        if rank == 0:
+            print(
+                f"{schedule:24} {theirs * 1e3:9.2f} {ours * 1e3:10.2f} {ours / theirs:6.2f}",
+                flush=True,
+            )
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heavy", action="store_true", help="compute-bound sizes")
+    parser.add_argument(
+        "--cpu", action="store_true", help="CPU time of rank 0 instead of wall time"
+    )
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    options = parser.parse_args()
+    options.width, options.layers, options.rows = (512, 4, 64) if options.heavy else (16, 1, 2)
+    torch.multiprocessing.spawn(run, (free_port(), options), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

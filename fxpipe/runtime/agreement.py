@@ -202,8 +202,8 @@ class _Maker:
             shown = ", ".join(f"rank {rank} passes {size}" for rank, size in other.items())
             raise InputError(f"the batch has {sum(agreed)} rows on rank {first}, but {shown}")
         given = frozenset(name for _, names in found for name in names)
-        known = frozenset(self.info.input_names) if self.info is not None else self._keywords(given)
-        self._together(lambda: self._check_specs(known | given))
+        names = frozenset(self.info.input_names) if self.info is not None else self._keywords(given)
+        self._together(lambda: self._check_specs(names | given))
         return agreed
 
     def _keywords(self, given: frozenset[str]) -> frozenset[str]:

@@ -67,6 +67,8 @@ class Skeleton:
 
     def tensors(self, value: Any, stage: int) -> list[torch.Tensor]:
         """The tensors of a value of this structure, after checking the rest."""
+        if self.is_bare and type(value) is torch.Tensor:
+            return [value]
         leaves, treespec = pytree.tree_flatten(value)
         if treespec != self.treespec:
             raise PipeliningShapeError(
@@ -86,8 +88,15 @@ class Skeleton:
                 tensors.append(leaf)
         return tensors
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the value is one tensor and nothing around it."""
+        return len(self.is_tensor) == 1 and self.is_tensor[0] and self.treespec.is_leaf()
+
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A value of this structure with these tensors."""
+        if self.is_bare:
+            return tensors[0]
         parts = iter(tensors)
         leaves = [
             next(parts) if is_tensor else leaf

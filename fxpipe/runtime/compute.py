@@ -7,7 +7,6 @@ longer. It does not know schedules, ranks or transfers.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -115,15 +114,13 @@ class StageRunner:
         deferral = Deferral() if step.is_training and microbatch in self._split else None
         aux = AuxLosses()
         token = _COLLECTOR.set(aux)
+        args, kwargs = self._args[microbatch], self._kwargs[microbatch]
         try:
-            with deferral or contextlib.nullcontext():
-                output = self._front.call(
-                    self.module,
-                    received,
-                    wiring.incoming,
-                    self._args[microbatch],
-                    self._kwargs[microbatch],
-                )
+            if deferral is None:
+                output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
+            else:
+                with deferral:
+                    output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
         finally:
             _COLLECTOR.reset(token)
         del received
@@ -153,6 +150,8 @@ class StageRunner:
 
     def _weights(self, work: Callable[[], object]) -> None:
         assert self._step is not None
+        if work is _nothing:
+            return
         with self._step.no_autocast():
             work()
 

@@ -239,11 +239,15 @@ class Executor:
 
     def _bind_recv(self, value: Value, stage: int) -> Run:
         slot, device = self._slot(value), self._runners[stage].device
+        peer, shapes, recv = (
+            self._stage_to_rank[value.stage],
+            self._shapes(value),
+            self._transport.recv,
+        )
 
         def run() -> None:
-            self._slots[slot] = self._recv(value, device)
+            self._slots[slot] = recv(peer, shapes, device)
 
-        self._shapes(value)
         return run
 
     def _recv(self, value: Value, device: torch.device) -> Incoming:

@@ -30,6 +30,7 @@ class StepData:
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, LossTerm] = field(default_factory=dict)
     aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    _seeds: dict[tuple[float, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def seed(self, microbatch: int, term: torch.Tensor, *, is_aux: bool) -> torch.Tensor:
         """The factor of a term in the loss of the batch."""
@@ -37,18 +38,27 @@ class StepData:
         if found is not None and found.weight is not None:
             if is_aux:
                 raise InputError(PAIR_AND_AUX)
-            return torch.ones_like(term)
-        return torch.full_like(term, self.weights[microbatch])
+            return self._seed(1.0, term)
+        return self._seed(self.weights[microbatch], term)
+
+    def _seed(self, factor: float, term: torch.Tensor) -> torch.Tensor:
+        key = (factor, term.dtype)
+        known = self._seeds.get(key)
+        if known is None:
+            known = self._seeds[key] = torch.full_like(term, factor, requires_grad=False)
+        return known
 
     def no_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Autocast does not belong around a backward, also when the step runs inside one."""
         if not self.autocast:
-            return contextlib.nullcontext()
+            return _NOTHING
         stack = contextlib.ExitStack()
         for device_type in self.autocast:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         return stack
 
+
+_NOTHING = contextlib.nullcontext()
 
 PAIR_AND_AUX = (
     "aux_loss cannot be combined with a loss_fn that returns (sum, weight): the weight of the "

@@ -178,7 +178,8 @@ def contents(value: Any, _depth: int = 0) -> Any:
     if parts is None:
         return id(value)
     keys = tuple(value) if isinstance(value, dict) else ()
-    return (id(value), keys, tuple(contents(part, _depth + 1) for part in parts))
+    identity = None if isinstance(value, tuple) else id(value)
+    return (identity, keys, tuple(contents(part, _depth + 1) for part in parts))
 
 
 def _parts(value: Any) -> tuple[Any, ...] | None:

@@ -17,7 +17,7 @@ batch.
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,11 +26,21 @@ import torch
 
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.microbatch import Microbatches, merge_chunks
-from fxpipe.program import Action, Kind, Program, Span, Timeline, validate
+from fxpipe.program import Action, Kind, Program, Timeline, validate
 from fxpipe.program.generators import get_schedule
-from fxpipe.runtime.agreement import Call, Options
+from fxpipe.runtime.arguments import (
+    TiedStages,
+    action_kind,
+    count_microbatches,
+    count_ranks,
+    measured_timeline,
+    stage_list,
+    timeout_seconds,
+)
+from fxpipe.runtime.calls import Call, Options
 from fxpipe.runtime.executor import ActionContext, Hooks
-from fxpipe.runtime.local import LocalGroup, resolve_group
+from fxpipe.runtime.local import LocalGroup
+from fxpipe.runtime.norms import clip_gradients, gradient_norm
 from fxpipe.runtime.session import Session
 from fxpipe.stage import PipelineStage
 
@@ -92,21 +102,21 @@ class Schedule:
         max_unsharded: int = 3,
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
-        self._stages = _stage_list(stages)
-        self.n_microbatches = _count(n_microbatches)
+        self._stages = stage_list(stages)
+        self.n_microbatches = count_microbatches(n_microbatches)
         self._output_merge_spec = output_merge_spec
         self._hooks = Hooks({}, {}, {})
         group = self._stages[0].group
-        self.program = self._make_program(_num_ranks(group, self._stages, self.schedule_name))
+        self.program = self._make_program(count_ranks(group, self._stages, self.schedule_name))
         options = Options(
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
             scale_grads=scale_grads,
-            timeout=_timeout(timeout),
+            timeout=timeout_seconds(timeout),
             receives=receives,
             max_unsharded=max_unsharded,
-            tied=tuple(_Tied(tuple(locations)) for locations in tied),
+            tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )
         if group is None and not torch.distributed.is_initialized():
             group = LocalGroup(self.program.num_ranks)
@@ -153,19 +163,36 @@ class Schedule:
         with torch.no_grad():
             return self._run(False, args, kwargs, target, losses, return_outputs, loss_kwargs)
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip by the gradient norm of the whole model, over all stages of all ranks.
+
+        Call it on every rank, after `step`. Tied parameters count once. Returns the norm
+        before clipping, the same on all ranks.
+        """
+        total = gradient_norm(self._session, norm_type)
+        if error_if_nonfinite and not math.isfinite(total):
+            raise InputError(
+                f"the gradient norm is {total}; gradients were left as they are. "
+                "Pass error_if_nonfinite=False to clip all the same"
+            )
+        clip_gradients(self._session.parameters(), max_norm, total)
+        return torch.tensor(total)
+
     def before(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` before every action of a kind, such as "F" or "SEND_F"."""
-        self._hooks.before.setdefault(_kind(kind), []).append(callback)
+        self._hooks.before.setdefault(action_kind(kind), []).append(callback)
         self._session.forget_plans()
 
     def after(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` after every action of a kind."""
-        self._hooks.after.setdefault(_kind(kind), []).append(callback)
+        self._hooks.after.setdefault(action_kind(kind), []).append(callback)
         self._session.forget_plans()
 
     def replace(self, kind: str | Kind, function: Callable[[ActionContext], None]) -> None:
         """Let `function(context)` do the actions of a kind; `context.default()` is our way."""
-        self._hooks.instead[_kind(kind)] = function
+        self._hooks.instead[action_kind(kind)] = function
         self._session.forget_plans()
 
     def record_timeline(self, enabled: bool = True) -> None:
@@ -225,7 +252,7 @@ class Schedule:
         if losses is not None:
             losses[:] = outcome.losses
         if outcome.spans is not None:
-            self._timeline = _measured(self.program.num_ranks, outcome.spans)
+            self._timeline = measured_timeline(self.program.num_ranks, outcome.spans)
         if outcome.outputs is None:
             return None
         return merge_chunks(outcome.outputs, self._output_merge_spec, rows=outcome.rows)
@@ -375,82 +402,5 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
     return next(cls for cls in classes.values() if cls.schedule_name == name)
 
 
-class _Tied:
-    def __init__(self, locations: tuple[tuple[int, str], ...]) -> None:
-        self.locations = locations
-
-
 def _classes(cls: type[Schedule]) -> list[type[Schedule]]:
     return [cls, *(found for child in cls.__subclasses__() for found in _classes(child))]
-
-
-def _stage_list(stages: PipelineStage | Sequence[PipelineStage]) -> list[PipelineStage]:
-    found = [stages] if isinstance(stages, PipelineStage) else list(stages)
-    if not found:
-        raise InputError("a schedule needs at least one stage")
-    for stage in found:
-        if not isinstance(stage, PipelineStage):
-            raise InputError(
-                f"a schedule runs PipelineStage objects, got {type(stage).__name__}; "
-                "use pipe.build_stage(i, device) or PipelineStage(module, i, num_stages, device)"
-            )
-    numbers = {stage.num_stages for stage in found}
-    if len(numbers) > 1:
-        raise InputError(f"the stages disagree on num_stages: {sorted(numbers)}")
-    indices = [stage.stage_index for stage in found]
-    if sorted(set(indices)) != indices:
-        raise InputError(f"stages must come in increasing order, each once, got {indices}")
-    return found
-
-
-def _count(n_microbatches: int) -> int:
-    if not isinstance(n_microbatches, int) or n_microbatches < 1:
-        raise InputError(f"n_microbatches must be a whole number from 1 up, got {n_microbatches!r}")
-    return n_microbatches
-
-
-def _num_ranks(
-    group: torch.distributed.ProcessGroup | LocalGroup | None,
-    stages: Sequence[PipelineStage],
-    name: str,
-) -> int:
-    known = group is not None or torch.distributed.is_initialized()
-    if known:
-        resolved = resolve_group(group)
-        return resolved.num_ranks if isinstance(resolved, LocalGroup) else resolved.size()
-    num_stages = stages[0].num_stages
-    if len(stages) != num_stages:
-        raise InputError(
-            f"{len(stages)} of {num_stages} stages were given and torch.distributed is not "
-            "initialised; give all stages to run them in this process, or start the processes"
-        )
-    if not name:
-        return num_stages
-    least = get_schedule(name).stages_per_rank[0]
-    return max(1, num_stages // max(least, 1))
-
-
-def _measured(num_ranks: int, spans: Sequence[Span]) -> Timeline:
-    begin = min((span.start for span in spans), default=0.0)
-    moved = [span._replace(start=span.start - begin, end=span.end - begin) for span in spans]
-    moved.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(num_ranks, tuple(moved), ((),) * num_ranks, ())
-
-
-def _timeout(timeout: float | None) -> float:
-    if timeout is None:
-        timeout = float(os.environ.get("FXPIPE_TIMEOUT", "1800"))
-    if timeout <= 0:
-        raise InputError(f"timeout must be a positive number of seconds, got {timeout}")
-    return timeout
-
-
-def _kind(kind: str | Kind) -> Kind:
-    if isinstance(kind, Kind):
-        return kind
-    for known in Kind:
-        if kind in (known.name, known.text):
-            return known
-    raise ScheduleError(
-        f"there is no action kind {kind!r}; known: {', '.join(known.text for known in Kind)}"
-    )

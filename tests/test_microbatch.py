@@ -572,6 +572,15 @@ def test_chunk_that_requires_gradients_may_be_changed_in_place():
     args[0][0].mul_(2)
 
 
+def test_chunk_of_a_leaf_is_as_protected_as_the_leaf():
+    x = rand(4, 3).requires_grad_()
+
+    args, _ = split_args_kwargs_into_chunks((x,), {}, 2)
+
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        args[0][0].mul_(2)
+
+
 def test_changing_a_chunk_in_place_leaves_what_others_saved_valid():
     # As views, all chunks would share one version counter: the second microbatch made the
     # backward of the first one fail, in a model that starts with an in-place operation.

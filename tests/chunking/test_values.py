@@ -138,6 +138,21 @@ def test_block_mask_round_trip_gives_back_the_function(chunks):
     assert all(torch.equal(tensors(merged)[name], value) for name, value in tensors(mask).items())
 
 
+def test_part_of_a_block_mask_that_stands_for_all_rows_is_kept_whole():
+    mask = block_mask(same_document, 5)
+    mask.full_kv_num_blocks, mask.full_kv_indices = (
+        mask.full_kv_num_blocks[:1],
+        mask.full_kv_indices[:1],
+    )
+
+    _, kwargs = split_args_kwargs_into_chunks((), {"mask": mask}, 2)
+    merged = merge_chunks([chunk["mask"] for chunk in kwargs])
+
+    assert kwargs[1]["mask"].full_kv_indices is mask.full_kv_indices
+    assert kwargs[1]["mask"].kv_indices.size(0) == 2
+    assert torch.equal(merged.full_kv_indices, mask.full_kv_indices.expand(5, -1, -1, -1))
+
+
 def test_split_of_a_split_block_mask_is_right():
     mask = block_mask(same_document, 5)
 

@@ -38,39 +38,45 @@ def memory_curves(
     changes: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
     effects = _compute_effects(program, costs, edges)
     has_gradient: set[int] = set()
+    moved: dict[tuple[Kind, int, int | None], float] = {}
     for index, (rank, action, start, end) in enumerate(spans):
         here = changes[rank]
-        kind, stage = action.kind, action.stage
-        if kind.is_send:
-            here += [(end, -_bytes(costs, value)) for value in reads(action, edges)]
-        elif kind.is_recv:
-            here += [(posted[index], _bytes(costs, value)) for value in writes(action, edges)]
+        kind = action.kind
+        if kind <= 3 or action.parts:
+            for part in action.parts or (action,):
+                effect = effects[part.kind][part.stage]
+                here += ((start, effect.at_start), (end, effect.at_end))
+                for other, num_bytes in effect.elsewhere:
+                    changes[other].append((end, num_bytes))
+                if effect.gradient and part.stage not in has_gradient:
+                    has_gradient.add(part.stage)
+                    here.append((start, effect.gradient))
         elif kind is Kind.UNSHARD:
-            here.append((start, costs.unsharded_bytes(stage)))
+            here.append((start, costs.unsharded_bytes(action.stage)))
         elif kind is Kind.RESHARD:
-            here.append((end, -costs.unsharded_bytes(stage)))
-        for part in action.parts or (action,):
-            if not part.kind.is_compute:
-                continue
-            effect = effects[part.kind][part.stage]
-            here += ((start, effect.at_start), (end, effect.at_end))
-            for other, num_bytes in effect.elsewhere:
-                changes[other].append((end, num_bytes))
-            if effect.adds_gradient and part.stage not in has_gradient:
-                has_gradient.add(part.stage)
-                here.append(
-                    (start, costs.value_bytes(ValueKind.WEIGHT_GRAD, part.stage, part.stage))
-                )
+            here.append((end, -costs.unsharded_bytes(action.stage)))
+        elif kind.is_transfer:
+            route = (kind, action.stage, action.peer)
+            if route not in moved:
+                values = (*reads(action, edges), *writes(action, edges))
+                moved[route] = sum(_bytes(costs, value) for value in values)
+            if moved[route]:
+                is_buffer = index in posted
+                here.append((posted[index], moved[route]) if is_buffer else (end, -moved[route]))
     return tuple(_curve(change) for change in changes)
 
 
 class _Effect(NamedTuple):
-    """How one compute action changes memory; `elsewhere` holds `(rank, bytes)`."""
+    """How one compute action changes memory.
+
+    `elsewhere` holds `(rank, bytes)` at its end; `gradient` is the buffer that the first
+    such action of a stage takes.
+    """
 
     at_start: float
     at_end: float
     elsewhere: tuple[tuple[int, float], ...]
-    adds_gradient: bool
+    gradient: float
 
 
 def _compute_effects(program: Program, costs: Costs, edges: Edges) -> list[list[_Effect]]:
@@ -82,11 +88,11 @@ def _compute_effects(program: Program, costs: Costs, edges: Edges) -> list[list[
     def effect(action: Action) -> _Effect:
         at_start, at_end = 0.0, 0.0
         elsewhere: list[tuple[int, float]] = []
-        adds_gradient = False
+        gradient = 0.0
         for value in writes(action, edges):
             num_bytes = _bytes(costs, value)
             if value.kind is ValueKind.WEIGHT_GRAD:
-                adds_gradient = True
+                gradient = num_bytes
             elif value.kind is ValueKind.DEFERRED:
                 at_end += num_bytes
             else:
@@ -97,7 +103,7 @@ def _compute_effects(program: Program, costs: Costs, edges: Edges) -> list[list[
                 at_end -= num_bytes
                 elsewhere.append((rank_of[value.peer], num_bytes))
         at_end -= sum(_bytes(costs, value) for value in reads(action, edges))
-        return _Effect(at_start, at_end, tuple(elsewhere), adds_gradient)
+        return _Effect(at_start, at_end, tuple(elsewhere), gradient)
 
     return [
         [effect(Action(kind, stage, 0)) for stage in range(program.num_stages)]

@@ -103,19 +103,21 @@ class Numbering:
 
     def reads_of(self, action: Action) -> list[int]:
         """What an action reads, parts of a pair included; nothing for other kinds."""
-        if action.parts:
+        kind, stage, microbatch, _, parts = action
+        if parts:
             return list(self.of_pair(action)[0])
-        if not action.kind.is_compute or action.microbatch is None:
+        if kind > 3 or microbatch is None:
             return []
-        return [base + action.microbatch for base in self.reads[action.kind][action.stage]]
+        return [base + microbatch for base in self.reads[kind][stage]]
 
     def writes_of(self, action: Action) -> list[int]:
         """What an action writes, parts of a pair included; nothing for other kinds."""
-        if action.parts:
+        kind, stage, microbatch, _, parts = action
+        if parts:
             return list(self.of_pair(action)[1])
-        if not action.kind.is_compute or action.microbatch is None:
+        if kind > 3 or microbatch is None:
             return []
-        return [base + action.microbatch for base in self.writes[action.kind][action.stage]]
+        return [base + microbatch for base in self.writes[kind][stage]]
 
     def of_pair(self, action: Action) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What an OVERLAP reads from outside itself, and all that it writes."""

@@ -7,8 +7,8 @@ A lowered program is simulated exactly as it runs: each rank's thread takes its
 actions in order, SEND and RECV are posted to a stream, a stream carries one
 transfer at a time in posting order once both halves are posted, UNSHARD and
 REDUCE_GRAD run in order beside the thread, and a compute action waits for all
-that it reads. If the costs do not overlap transfers, a transfer reserves both of its
-ranks, and UNSHARD and REDUCE_GRAD hold their thread.
+that it reads. If the costs do not overlap transfers, a transfer occupies both of its
+ranks from the moment both are ready for it, and UNSHARD and REDUCE_GRAD hold their rank.
 
 A compute-only program is simulated with every transfer on its own: a value
 takes its transfer time from the end of its producer and waits for nothing else. If
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 
-from fxpipe.program.action import Action, Edges, Kind, recv_of, send_of
+from fxpipe.program.action import Action, Edges, Kind
 from fxpipe.program.costs import Costs, StageCosts
 from fxpipe.program.lower import lower
 from fxpipe.program.memory import memory_curves
@@ -71,173 +71,185 @@ def simulate(
     )
 
 
+# A time and the span whose end it is, or -1.
+_Moment = tuple[float, int]
+
+
 class _Run:
     """The state of one simulation: who is where, what is there, and since when.
 
     `causes[i]` is the span whose end let span i start, or -1. `posted[i]` is when the
-    receive with span i was posted. A *token* is something to wait for: a value by its
-    number, or an unsharded stage.
+    receive with span i was posted. Things to wait for are numbers: values by their
+    numbering, then unsharded stages from `_first_stage` on.
     """
 
     def __init__(self, program: Program, costs: Costs, edges: Edges, streams: Streams) -> None:
         self.program = program
         self.costs = costs
         self.streams = streams
-        self.is_lowered = program.is_lowered
         self.exclusive = not costs.overlaps_transfers
-        self.numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=True)
         self.spans: list[Span] = []
         self.causes: list[int] = []
         self.posted: dict[int, float] = {}
-        num_ranks, num_values = program.num_ranks, self.numbering.num_values
-        self._first_stage_token = 2 * num_values
-        self._there = bytearray(2 * num_values + program.num_stages)
-        self._halves: dict[int, float] = {}
-        self._waiting: dict[int, list[int]] = {}
-        self._position = [0] * num_ranks
-        self._thread_span = [-1] * num_ranks
-        self._events: list[tuple[float, int, int, int, int]] = []
-        self._num_events = 0
-        # Since when a rank, its collectives or a stream is free, and after which span.
-        self._rank_free = [(0.0, -1)] * num_ranks
-        self._collectives_free = [(0.0, -1)] * num_ranks
-        self._stream_free: dict[tuple[int, int], tuple[float, int]] = {}
-        kinds = {action.kind for actions in program.ranks for action in actions}
-        if Kind.UNSHARD not in kinds:
-            self._there[self._first_stage_token :] = b"\x01" * program.num_stages
+        self.numbering = numbering = Numbering(
+            program.placement, edges, program.num_microbatches, lowered=program.is_lowered
+        )
+        self._first_stage = 2 * numbering.num_values
+        # When something is there and after which span; a negative time while it is not.
+        self._ready: list[_Moment] = [(-1.0, -1)] * (self._first_stage + program.num_stages)
+        self._waiting: dict[int, int] = {}
+        self._halves: dict[int, tuple[_Moment, Action]] = {}
+        self._running: list[tuple[float, int, int]] = []
+        self._position = [0] * program.num_ranks
+        self._thread: list[_Moment] = [(0.0, -1)] * program.num_ranks
+        self._rank_free: list[_Moment] = [(0.0, -1)] * program.num_ranks
+        self._collectives_free: list[_Moment] = [(0.0, -1)] * program.num_ranks
+        self._stream_free: dict[tuple[int, int], _Moment] = {}
         stages = range(program.num_stages)
-        self._durations = [[costs.compute(kind, s) for s in stages] for kind in COMPUTE_KINDS]
+        self._took = [[costs.compute(kind, stage) for stage in stages] for kind in COMPUTE_KINDS]
         rank_of = program.placement.stage_to_rank
-        self._routes = {
-            base // program.num_microbatches: (
-                rank_of[value.stage],
-                rank_of[value.peer],
-                costs.transfer(
-                    rank_of[value.stage],
-                    rank_of[value.peer],
-                    costs.value_bytes(value.kind, value.stage, value.peer),
-                ),
-            )
-            for base, value in self.numbering.crossing
-        }
+        self._routes: dict[int, tuple[tuple[int, int], float]] = {}
+        for base, value in numbering.crossing:
+            ends = (rank_of[value.stage], rank_of[value.peer])
+            num_bytes = costs.value_bytes(value.kind, value.stage, value.peer)
+            self._routes[base] = (ends, costs.transfer(*ends, num_bytes))
+        flies = {} if program.is_lowered else self._routes
+        self._writes = [
+            [
+                [
+                    # A lowered program has a transfer for what changes rank.
+                    (base, self._routes[base][1] if base in flies else 0.0)
+                    for base in bases
+                ]
+                for bases in of_kind
+            ]
+            for of_kind in numbering.writes
+        ]
+        self._shards = any(a.kind is Kind.UNSHARD for actions in program.ranks for a in actions)
 
     def play(self) -> None:
         """Run all ranks to the end of their actions."""
         for rank in range(self.program.num_ranks):
-            self._advance(rank, 0.0, -1)
-        while self._events:
-            now, _, rank, token, span = heapq.heappop(self._events)
-            if token >= 0:
-                self._arrive(token, now, span)
-            if rank >= 0:
-                self._finish(rank, now, span)
+            self._advance(rank)
+        while self._running:
+            now, rank, span = heapq.heappop(self._running)
+            self._finish(rank, (now, span))
 
-    def _advance(self, rank: int, now: float, cause: int) -> None:
-        """Let a rank's thread go on from `now` until it starts or waits for something."""
+    def _advance(self, rank: int) -> None:
+        """Let a rank's thread go on until it starts something or has to wait."""
         actions = self.program.ranks[rank]
+        now = self._thread[rank]
         while self._position[rank] < len(actions):
             action = actions[self._position[rank]]
             kind = action.kind
-            if kind.is_transfer:
-                self._post(rank, action, now)
-            elif kind.is_compute or kind is Kind.OVERLAP:
-                missing = self._missing(action)
-                if missing is None:
-                    self._start(rank, action, self._duration(action), now, cause)
-                else:
-                    self._waiting.setdefault(missing, []).append(rank)
+            if kind <= 3 or action.parts:
+                start = self._start_of(rank, action, now)
+                self._thread[rank] = now
+                if start is not None:
+                    self._begin(rank, action, start)
                 return
+            if kind <= 7:
+                now = self._post(action, now)
             elif kind is Kind.RESHARD:
-                self._there[self._first_stage_token + action.stage] = 0
-                self._add_span(Span(rank, action, now, now), cause)
+                self._ready[self._first_stage + action.stage] = (-1.0, -1)
+                self._add_span(Span(rank, action, now[0], now[0]), now[1])
             elif self.exclusive:
-                self._start(rank, action, self._duration(action), now, cause)
+                self._begin(rank, action, max(now, self._rank_free[rank]))
                 return
             else:
-                self._start_collective(rank, action, now, cause)
+                self._begin_collective(rank, action, now)
             self._position[rank] += 1
 
-    def _missing(self, action: Action) -> int | None:
-        tokens = self.numbering.reads_of(action)
-        tokens += [self._first_stage_token + part.stage for part in action.parts or (action,)]
-        return next((token for token in tokens if not self._there[token]), None)
+    def _start_of(self, rank: int, action: Action, now: _Moment) -> _Moment | None:
+        """When a compute action can start; if that is not known yet, let the rank wait."""
+        needed = self.numbering.reads_of(action)
+        if self._shards:
+            needed += [self._first_stage + part.stage for part in action.parts or (action,)]
+        start = max(now, self._rank_free[rank]) if self.exclusive else now
+        for number in needed:
+            ready = self._ready[number]
+            if ready[0] < 0:
+                self._waiting[number] = rank
+                return None
+            if ready[0] > start[0]:
+                start = ready
+        return start
 
-    def _duration(self, action: Action) -> float:
-        if action.kind is Kind.UNSHARD:
-            return self.costs.unshard(action.stage)
-        if action.kind is Kind.REDUCE_GRAD:
-            return self.costs.reduce_grad(action.stage)
-        if action.parts:
-            return self.costs.pair([(part.kind, part.stage) for part in action.parts])
-        return self._durations[action.kind][action.stage]
-
-    def _start(self, rank: int, action: Action, took: float, now: float, cause: int) -> None:
+    def _begin(self, rank: int, action: Action, start: _Moment) -> None:
+        end = start[0] + self._duration(action)
+        span = self._add_span(Span(rank, action, start[0], end), start[1])
         if self.exclusive:
-            now, cause = max((now, cause), self._rank_free[rank])
-        span = self._add_span(Span(rank, action, now, now + took), cause)
-        if self.exclusive:
-            self._rank_free[rank] = (now + took, span)
-        self._push(now + took, rank, -1, span)
+            self._rank_free[rank] = (end, span)
+        heapq.heappush(self._running, (end, rank, span))
 
-    def _start_collective(self, rank: int, action: Action, now: float, cause: int) -> None:
-        now, cause = max((now, cause), self._collectives_free[rank])
-        end = now + self._duration(action)
-        span = self._add_span(Span(rank, action, now, end), cause)
+    def _begin_collective(self, rank: int, action: Action, now: _Moment) -> None:
+        start = max(now, self._collectives_free[rank])
+        end = start[0] + self._duration(action)
+        span = self._add_span(Span(rank, action, start[0], end), start[1])
         self._collectives_free[rank] = (end, span)
         if action.kind is Kind.UNSHARD:
-            self._push(end, -1, self._first_stage_token + action.stage, span)
+            self._ready[self._first_stage + action.stage] = (end, span)
 
-    def _finish(self, rank: int, now: float, span: int) -> None:
+    def _duration(self, action: Action) -> float:
+        if action.parts:
+            return self.costs.pair([(part.kind, part.stage) for part in action.parts])
+        if action.kind <= 3:
+            return self._took[action.kind][action.stage]
+        if action.kind is Kind.UNSHARD:
+            return self.costs.unshard(action.stage)
+        return self.costs.reduce_grad(action.stage)
+
+    def _finish(self, rank: int, now: _Moment) -> None:
         action = self.program.ranks[rank][self._position[rank]]
         self._position[rank] += 1
-        self._thread_span[rank] = span
+        self._thread[rank] = now
+        woken = [rank]
         if action.kind is Kind.UNSHARD:
-            self._arrive(self._first_stage_token + action.stage, now, span)
-        for number in self.numbering.writes_of(action):
-            self._arrive(number, now, span)
-            route = self._routes.get(number // self.program.num_microbatches)
-            if route is not None and not self.is_lowered:
-                self._push(now + route[2], -1, number + self.numbering.num_values, span)
-        self._advance(rank, now, span)
+            self._ready[self._first_stage + action.stage] = now
+        elif action.kind is not Kind.REDUCE_GRAD:
+            for part in action.parts or (action,):
+                assert part.microbatch is not None
+                for base, delay in self._writes[part.kind][part.stage]:
+                    number = base + part.microbatch
+                    self._ready[number] = (now[0] + delay, now[1])
+                    if number in self._waiting:
+                        woken.append(self._waiting.pop(number))
+        for other in woken:
+            self._advance(other)
 
-    def _arrive(self, token: int, now: float, span: int) -> None:
-        self._there[token] = 1
-        for rank in self._waiting.pop(token, ()):
-            self._advance(rank, now, span)
+    def _post(self, action: Action, now: _Moment) -> _Moment:
+        """Post half a transfer; return when the thread goes on.
 
-    def _post(self, rank: int, action: Action, now: float) -> None:
-        """Post half a transfer; the second half starts it.
-
-        Both ends of a stream post in the same order (validate checks that), so
-        transfers get their second half in the order of the stream.
+        The second half starts the transfer. Both ends of a stream post in the same order
+        (validate checks that), so transfers get their second half in that order too.
         """
-        assert action.peer is not None and action.microbatch is not None
-        number = self.numbering.carried[action.kind][action.stage][action.peer]
-        number += action.microbatch
+        kind, stage, microbatch, peer, _ = action
+        assert microbatch is not None and peer is not None
+        base = self.numbering.carried[kind][stage][peer]
+        number = base + microbatch
         if number not in self._halves:
-            self._halves[number] = now
-            return
-        source, target, took = self._routes[number // self.program.num_microbatches]
-        ends = (source, target)
+            self._halves[number] = (now, action)
+            return now
+        first, other = self._halves.pop(number)
+        ends, took = self._routes[base]
         stream = (min(ends), max(ends)) if self.streams == "pair" else ends
-        start = max(
-            (now, self._thread_span[rank]),
-            self._stream_free.get(stream, (0.0, -1)),
-            *(self._rank_free[end] for end in ends if self.exclusive),
-        )
-        value = self.numbering.value(number)
-        send = self._add_span(Span(source, send_of(value), start[0], start[0] + took), start[1])
-        recv = self._add_span(Span(target, recv_of(value), start[0], start[0] + took), start[1])
-        self.posted[recv] = now if action.kind.is_recv else self._halves[number]
-        self._stream_free[stream] = (start[0] + took, send)
+        start = max(first, now, self._stream_free.get(stream, (0.0, -1)))
         if self.exclusive:
-            for end in ends:
-                self._rank_free[end] = (start[0] + took, send)
-        self._push(start[0] + took, -1, number + self.numbering.num_values, send)
-
-    def _push(self, time: float, rank: int, token: int, span: int) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (time, self._num_events, rank, token, span))
+            start = max(start, *(self._rank_free[end] for end in ends))
+        end = start[0] + took
+        is_recv = kind.is_recv
+        halves = (other, action) if is_recv else (action, other)
+        send = self._add_span(Span(ends[0], halves[0], start[0], end), start[1])
+        recv = self._add_span(Span(ends[1], halves[1], start[0], end), start[1])
+        self.posted[recv] = now[0] if is_recv else first[0]
+        self._stream_free[stream] = done = (end, send)
+        if self.exclusive:
+            self._rank_free[ends[0]] = self._rank_free[ends[1]] = now = done
+        arrived = number + self.numbering.num_values
+        self._ready[arrived] = done
+        if arrived in self._waiting:
+            self._advance(self._waiting.pop(arrived))
+        return now
 
     def _add_span(self, span: Span, cause: int) -> int:
         self.spans.append(span)

@@ -32,7 +32,7 @@ ONE_F_ONE_B = Program.parse("""
 def test_early_receives_are_posted_when_the_sender_sends():
     assert str(lower(ONE_F_ONE_B)) == dedent("""\
         rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2
-        rank 1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
+        rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
 
 
 def test_late_receives_wait_for_their_reader_or_the_next_message_of_the_pair():

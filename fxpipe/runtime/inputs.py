@@ -47,7 +47,7 @@ def leaf_key(leaf: Any) -> Any:
 
 def signature(*trees: Any) -> tuple[Any, ...]:
     """A key of structures, shapes, dtypes and plain values, without any data."""
-    opened = pytree.tree_map_only(Microbatches, lambda m: list(m.items), trees)
+    opened = pytree.tree_map_only(Microbatches, lambda m: list(m._items), trees)
     leaves, treespec = pytree.tree_flatten(opened)
     return (treespec, *map(leaf_key, leaves))
 

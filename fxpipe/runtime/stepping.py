@@ -47,11 +47,13 @@ class Outcome:
 class Context(Protocol):
     """What a step needs to know of its session."""
 
-    stages: Mapping[int, Stage]
     program: Program
     options: Options
     records_spans: bool
     sums_weights: bool | None
+
+    @property
+    def stages(self) -> Mapping[int, Stage]: ...
 
     @property
     def has_last_stage(self) -> bool: ...

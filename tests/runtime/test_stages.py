@@ -1,0 +1,416 @@
+"""Hand-written stages: whatever eager PyTorch accepts, in every schedule."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpipe import InputError, Microbatches, PipelineStage, PipeliningShapeError, ScheduleError
+from tests.runtime.stages import Block, check_step, mse, rand, run_plain, schedule_for
+from tests.runtime.training import SCHEDULE_NAMES, assert_close
+
+X, Y = rand(8, 8), rand(8, 8, seed=2)
+SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "VHalf")
+
+
+def four(kind: type[nn.Module]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [kind() for _ in range(4)]
+
+
+class LoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class InPlace(Block):
+    """The first operation of the stage changes what it received; it returns a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x.mul_(0.5)) + 0.1).view(-1, 2, 4).flatten(1)
+
+
+class Shift(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1
+
+
+class NoParameters(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        return x @ w, x * 2
+
+    @staticmethod
+    def backward(ctx, first: Tensor, second: Tensor):  # type: ignore[no-untyped-def]
+        x, w = ctx.saved_tensors
+        return first @ w.T + second * 2, x.T @ first
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8) / 3)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = Square.apply(x, self.w)
+        return torch.tanh(self.linear(a) + b @ self.w)
+
+
+class Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("kind", [LoRA, Custom, Twice, NoParameters])
+def test_odd_stages_in_every_schedule(kind: type[nn.Module], schedule: str) -> None:
+    modules = four(kind)
+    if kind is NoParameters:
+        modules[0] = Block()
+
+    check_step(modules, schedule, X, Y)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_a_stage_may_change_its_input_in_place(schedule: str) -> None:
+    # The received activation used to be a leaf, which autograd does not let be modified.
+    modules = [Shift(), InPlace(), InPlace(), Block()]
+
+    check_step(modules, schedule, X, Y)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("frozen", [[0], [1], [0, 1], [3], [1, 2]])
+def test_stages_after_a_frozen_one_get_their_gradients(schedule: str, frozen: list[int]) -> None:
+    modules = four(Block)
+    for i in frozen:
+        modules[i].requires_grad_(False)
+
+    check_step(modules, schedule, X, Y)
+
+
+def test_freezing_between_steps_is_noticed() -> None:
+    modules = [Block().double() for _ in range(4)]
+    made = schedule_for(modules, "ZBVZeroBubble")
+    made.step(X, target=Y)
+    modules[0].requires_grad_(False)
+    modules[0].zero_grad()
+    before = copy.deepcopy([p.grad for p in modules[3].parameters()])
+
+    made.step(X, target=Y)
+
+    assert all(p.grad is None for p in modules[0].parameters())
+    for p, grad in zip(modules[3].parameters(), before, strict=True):
+        assert_close(p.grad, 2 * grad, "accumulated")
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return result
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_checkpointing_recomputes_once_from_the_first_step(schedule: str) -> None:
+    modules = four(Counted)
+
+    check_step(modules, schedule, X, Y)
+
+    # Four microbatches: a forward and one recomputation each; finding shapes counts nothing.
+    assert [module.calls for module in modules] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_hooks_fire_as_often_as_in_eager(schedule: str) -> None:
+    modules = [Block().double() for _ in range(4)]
+    counts = {"forward": 0, "value": 0, "parameter": 0}
+
+    def count(what: str) -> None:
+        counts[what] += 1
+
+    def watch(module: nn.Module, args: tuple[Tensor]) -> None:
+        count("forward")
+        args[0].register_hook(lambda _: count("value"))
+
+    modules[2].register_forward_pre_hook(watch)
+    modules[2].linear.weight.register_hook(lambda _: count("parameter"))
+    made = schedule_for(modules, schedule)
+    for _ in range(3):
+        made.step(X, target=Y)
+
+    assert counts == {"forward": 12, "value": 12, "parameter": 12}
+
+
+def test_inputs_get_their_gradients() -> None:
+    x = X.clone().requires_grad_()
+    plain = X.clone().requires_grad_()
+    modules = four(Block)
+    reference = copy.deepcopy(modules)
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        made = schedule_for(modules, schedule)
+        x.grad = plain.grad = None
+
+        made.step(x * 2, target=Y)  # not a leaf: the gradient flows on
+
+        mse(run_plain([m.double() for m in reference], plain * 2), Y).backward()
+        assert_close(x.grad, plain.grad, "gradient of the input")
+
+
+class Pack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> object:
+        h = self.linear(x)
+        return {"h": [h, (h * 2, None)], "mask": x > 0, "n": 3, "name": "a"}
+
+
+class Unpack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, value: dict) -> Tensor:  # type: ignore[type-arg]
+        assert value["h"][1][1] is None
+        assert value["name"] == "a"
+        h = self.linear(value["h"][0] + value["h"][1][0]) * value["mask"]
+        return h * value["n"]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
+def test_any_structure_between_stages(schedule: str) -> None:
+    check_step([Pack(), Unpack()], schedule, X, Y)
+
+
+def test_a_number_that_changes_between_microbatches_is_refused() -> None:
+    class Counter(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            self.calls += 1
+            return x, self.calls
+
+    class Take(nn.Module):
+        def forward(self, x: Tensor, n: int) -> Tensor:
+            return x * n
+
+    made = schedule_for([Counter(), Take()], loss_fn=None)
+    with pytest.raises(PipeliningShapeError, match=r"output\[1\].*must be tensors"):
+        made.step(X)
+
+
+def test_uneven_batches_and_other_lengths() -> None:
+    modules = four(Block)
+    for rows, length in ((10, 3), (8, 3), (5, 7), (9, 1)):
+        x, y = rand(rows, length, 8, seed=rows), rand(rows, length, 8, seed=length)
+        for module in modules:
+            module.zero_grad()
+        check_step(modules, "ZBVZeroBubble", x, y)
+
+
+def test_sum_and_weight_give_the_masked_mean() -> None:
+    modules = [Block().double() for _ in range(4)]
+    reference = copy.deepcopy(nn.ModuleList(modules))
+    target = Y.clone()
+    target[5:] = float("nan")
+
+    def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        kept = ~target.isnan()
+        return (output - target)[kept].pow(2).sum(), kept.sum()
+
+    made = schedule_for(modules, "Interleaved1F1B", loss_fn=parts)
+    for step in (1, 2):  # accumulated
+        made.step(X, target=target)
+        total, weight = parts(run_plain(reference, X), target)
+        (total / weight).backward()
+        assert_close(made.loss, (total / weight).detach(), "loss")
+        for p, q in zip(nn.ModuleList(modules).parameters(), reference.parameters(), strict=True):
+            assert_close(p.grad, q.grad, f"gradient after step {step}")
+
+
+def test_scale_grads_false_sums_over_microbatches() -> None:
+    modules = [Block().double() for _ in range(2)]
+    reference = copy.deepcopy(nn.ModuleList(modules))
+
+    schedule_for(modules, scale_grads=False).step(X, target=Y)
+
+    for x, y in zip(X.chunk(4), Y.chunk(4), strict=True):
+        mse(run_plain(reference, x), y).backward()
+    for p, q in zip(nn.ModuleList(modules).parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, "gradient")
+
+
+def test_batchnorm_statistics_see_each_microbatch_once() -> None:
+    class Norm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    modules = [Norm().double(), Norm().double()]
+    reference = copy.deepcopy(nn.ModuleList(modules))
+
+    schedule_for(modules).step(X, target=Y)
+
+    for part in X.chunk(4):
+        run_plain(reference, part)
+    for module, plain in zip(modules, reference, strict=True):
+        assert module.norm.num_batches_tracked == 4
+        assert_close(module.norm.running_mean, plain.norm.running_mean, "running mean")
+
+
+def test_memory_is_flat_without_the_garbage_collector() -> None:
+    made = schedule_for(four(Block), "InterleavedZeroBubble")
+    made.step(X, target=Y)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    counts = []
+    try:
+        for _ in range(12):
+            made.step(X, target=Y)
+            counts.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+    assert max(counts[4:]) <= max(counts[:4])
+
+
+def test_presplit_microbatches_and_iterators() -> None:
+    modules = four(Block)
+    made = check_step(modules, "1F1B", X, Y)
+    whole = [p.grad.clone() for module in modules for p in module.parameters()]
+    parts, targets = list(X.chunk(4)), list(Y.chunk(4))
+    for inputs in (parts, iter(parts)):
+        for module in modules:
+            module.zero_grad()
+        made.step(Microbatches(inputs), target=Microbatches(targets))
+        found = [p.grad for module in modules for p in module.parameters()]
+        for a, b in zip(found, whole, strict=True):
+            assert_close(a, b, "gradient from pre-split input")
+
+
+def test_callbacks_and_replaced_actions() -> None:
+    modules = [Block().double() for _ in range(2)]
+    made = schedule_for(modules)
+    seen = []
+    made.before("F", lambda action: seen.append(f"before {action}"))
+    made.after("SEND_F", lambda action: seen.append(f"after {action}"))
+    made.replace("B", lambda context: (seen.append(str(context.action)), context.default()))
+
+    made.step(X, target=Y)
+
+    assert seen.count("before 0F0") == 1
+    assert "after 0SEND_F3" in seen
+    assert "1B2" in seen
+    assert all(p.grad is not None for module in modules for p in module.parameters())
+    with pytest.raises(ScheduleError, match="no action kind 'Q'"):
+        made.before("Q", print)
+
+
+def test_a_measured_timeline_has_every_action() -> None:
+    made = schedule_for(four(Block), "ZBVZeroBubble")
+    with pytest.raises(ScheduleError, match="record_timeline"):
+        _ = made.timeline
+    made.record_timeline()
+
+    made.step(X, target=Y)
+
+    wanted = sum(map(len, made.lowered().ranks))
+    assert len(made.timeline.spans) == wanted
+    assert made.timeline.makespan > 0
+
+
+def test_clip_grad_norm_is_that_of_the_whole_model() -> None:
+    modules = [Block().double() for _ in range(4)]
+    made = check_step(modules, "1F1B", X, Y)
+    parameters = [p for module in modules for p in module.parameters()]
+    copies = [nn.Parameter(p.detach().clone()) for p in parameters]
+    for p, q in zip(parameters, copies, strict=True):
+        q.grad = p.grad.clone()
+
+    found = made.clip_grad_norm_(0.01)
+
+    expected = torch.nn.utils.clip_grad_norm_(copies, 0.01)
+    assert_close(found.double(), expected.double(), "norm", 1e-6)
+    for p, q in zip(parameters, copies, strict=True):
+        assert_close(p.grad, q.grad, "clipped gradient", 1e-6)
+
+
+def test_dw_builder_defers_what_the_module_left_undone() -> None:
+    calls: list[str] = []
+
+    def builder() -> object:
+        calls.append("build")
+        return lambda: calls.append("run")
+
+    made = schedule_for(
+        four(Block), "ZBVZeroBubble", stage_options=lambda i: {"dw_builder": builder}
+    )
+    made.step(X, target=Y)
+
+    assert calls.count("build") == calls.count("run") == 16
+
+
+def test_outputs_can_be_left_out() -> None:
+    made = schedule_for(four(Block))
+
+    assert made.step(X, target=Y, return_outputs=False) is None
+    assert made.loss is not None
+
+
+def test_a_user_error_keeps_its_type_and_gains_a_note() -> None:
+    class Bad(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.is_floating_point() and type(x) is Tensor:
+                raise LookupError("mine")
+            return x
+
+    made = schedule_for([Block(), Bad()])
+    with pytest.raises(LookupError, match="mine"):
+        made.step(X, target=Y)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(InputError, match="stage_index 4 is not one of the 4 stages"):
+        PipelineStage(Block(), 4, 4, "cpu")
+    with pytest.raises(InputError, match="n_microbatches must be a whole number"):
+        schedule_for(four(Block), num_microbatches=0)
+    with pytest.raises(InputError, match=r"kwargs_chunk_spec names 'maks'.*did you mean"):
+        schedule_for(
+            [_Masked(), Block()], kwargs_chunk_spec={"maks": None}
+        ).step(X, target=Y, mask=X > 0)  # fmt: skip
+    with pytest.raises(InputError, match="scalar"):
+        schedule_for(four(Block), loss_fn=lambda output, target: output).step(X, target=Y)
+
+
+class _Masked(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x) if mask is None else super().forward(x) * mask

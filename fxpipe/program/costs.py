@@ -181,7 +181,7 @@ class StageCosts:
         )
 
     def compute(self, kind: Kind, stage: int) -> float:
-        cost = self.stages[stage]
+        cost = self._of(stage)
         if kind is Kind.FORWARD:
             return cost.forward
         if kind is Kind.BACKWARD:
@@ -199,17 +199,17 @@ class StageCosts:
         return self.links.get((source_rank, target_rank), self.link).time(num_bytes)
 
     def unshard(self, stage: int) -> float:
-        return self.stages[stage].unshard
+        return self._of(stage).unshard
 
     def reduce_grad(self, stage: int) -> float:
-        return self.stages[stage].reduce_grad
+        return self._of(stage).reduce_grad
 
     def value_bytes(self, kind: ValueKind, stage: int, peer: int) -> float:
         if kind is ValueKind.ACTIVATION:
             return self.activations.get((stage, peer), self.activation)
         if kind is ValueKind.GRADIENT:
             return self.gradients.get((peer, stage), self.activation)
-        cost = self.stages[stage]
+        cost = self._of(stage)
         if kind is ValueKind.RESIDUAL:
             return cost.residual
         if kind is ValueKind.DEFERRED:
@@ -217,4 +217,11 @@ class StageCosts:
         return cost.weight_grad
 
     def unsharded_bytes(self, stage: int) -> float:
-        return self.stages[stage].parameters
+        return self._of(stage).parameters
+
+    def _of(self, stage: int) -> StageCost:
+        if stage >= len(self.stages):
+            raise ScheduleError(
+                f"the costs are for {len(self.stages)} stages, the program has stage {stage}"
+            )
+        return self.stages[stage]

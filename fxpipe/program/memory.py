@@ -123,6 +123,7 @@ def _curve(changes: list[tuple[float, float]]) -> Curve:
     curve: list[tuple[float, float]] = []
     held = 0.0
     for time in sorted(at_time):
-        held += at_time[time]
-        curve.append((time, held))
+        if at_time[time]:
+            held += at_time[time]
+            curve.append((time, held))
     return tuple(curve)

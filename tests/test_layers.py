@@ -1,0 +1,122 @@
+"""Imports go downwards only, `program` needs no torch, and nobody imports torch's pipelining.
+
+The packages and their order are those of docs/architecture.md:
+
+    errors <- {graph, program, microbatch} <- {planner, viz, runtime} <- {stage, schedules} <- cli
+
+Names in braces do not know each other, apart from `schedules`, which uses `stage`.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fxpipe"
+
+BASE = {"errors", "logs"}
+MATTER = BASE | {"graph", "program", "microbatch"}
+ALLOWED = {
+    "errors": set(),
+    "logs": {"errors"},
+    "graph": BASE,
+    "program": {"errors"},
+    "chunking": BASE,
+    "microbatch": BASE | {"chunking"},
+    "planner": MATTER,
+    "viz": MATTER,
+    "runtime": MATTER,
+    "stage": MATTER | {"planner", "viz", "runtime"},
+    "schedules": MATTER | {"planner", "viz", "runtime", "stage"},
+    "cli": MATTER | {"planner", "viz", "runtime", "stage", "schedules"},
+    "__main__": {"cli"},
+}
+# A stage is built from a pipe, and users expect to find that as a method of the pipe.
+EXCEPTIONS = {("graph/pipe.py", "stage")}
+
+MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file names in an import, at any depth, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            yield node.lineno, node.module
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute | ast.Name)
+            and ast.unparse(node.func).endswith("import_module")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.lineno, str(node.args[0].value)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def test_every_part_of_the_package_has_its_place():
+    assert {part_of(path) for path in MODULES} <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_go_downwards(path):
+    here = part_of(path)
+
+    for line, name in imports_of(path):
+        package, _, rest = name.partition(".")
+        there = rest.split(".")[0]
+        if package != "fxpipe" or not rest:
+            continue
+        is_part = (ROOT / there).is_dir() or (ROOT / f"{there}.py").is_file()
+        assert is_part, f"{path}:{line}: take {name} from the module that defines it"
+        known = there == here or there in ALLOWED[here]
+        excused = (path.relative_to(ROOT).as_posix(), there) in EXCEPTIONS
+        assert known or excused, f"{path}:{line}: {here} must not know {there}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nothing_imports_the_pipelining_of_torch(path):
+    for line, name in imports_of(path):
+        assert not name.startswith("torch.distributed.pipelining"), f"{path}:{line}"
+
+
+def test_program_needs_the_standard_library_only():
+    # With everything that it imports in turn, which is `errors` alone.
+    for path in [*(ROOT / "program").rglob("*.py"), ROOT / "errors.py"]:
+        for line, name in imports_of(path):
+            package, _, rest = name.partition(".")
+            inside = package == "fxpipe" and rest.split(".")[0] in ("program", "errors")
+            assert inside or package in sys.stdlib_module_names, f"{path}:{line}: {name}"
+
+
+def test_graph_knows_nothing_distributed():
+    for path in (ROOT / "graph").rglob("*.py"):
+        for line, name in imports_of(path):
+            assert not name.startswith("torch.distributed"), f"{path}:{line}: {name}"
+
+
+def test_the_check_sees_imports_inside_functions(tmp_path):
+    # The check is worth nothing if an import can hide from it.
+    path = tmp_path / "module.py"
+    path.write_text(
+        "def f():\n    from torch.distributed import pipelining\n    import fxpipe.cli.demo\n"
+        "importlib.import_module('torch')\n"
+    )
+
+    assert {name for _, name in imports_of(path)} == {
+        "torch.distributed",
+        "torch.distributed.pipelining",
+        "fxpipe.cli.demo",
+        "torch",
+    }

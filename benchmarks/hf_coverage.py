@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--split", choices=("blocks", "auto"), default="blocks")
     parser.add_argument("--variant", default="", help="labels, bare, cache or base")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=12)
+    parser.add_argument("--chunk", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds per architecture")
     parser.add_argument("--json", type=Path, help="also write all results here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -41,10 +41,14 @@ def main() -> None:
         _work(options)
         return
     rows = _measure(options)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(rows, indent=1))
+    _save(options.json, rows)
     _print(rows, options.stages)
+
+
+def _save(path: Path | None, rows: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1))
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -85,6 +89,7 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, str]]
             while chunk:
                 chunk = _run_chunk(chunk, options, rows)
             print(f"{len(rows)} of {len(types)}", file=sys.stderr)
+            _save(options.json, rows)
 
     threads = [threading.Thread(target=drain) for _ in range(options.jobs)]
     for thread in threads:
@@ -130,6 +135,7 @@ def _run_chunk(chunk: list[str], options: argparse.Namespace, rows: dict[str, An
         if "done" in message:
             rows[message["done"]] = message["results"]
             left.remove(message["done"])
+            print(json.dumps({message["done"]: message["results"]}), file=sys.stderr)
     child.wait()
     if left and (reason or child.returncode):
         last = " | ".join(line.strip() for line in errors[-3:])

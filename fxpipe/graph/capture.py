@@ -49,6 +49,7 @@ class TracedGraph:
     graph: fx.Graph
     inputs: InputSignature
     symbols: tuple[str, ...]
+    hints: Mapping[str, int]
     opened: frozenset[str]
     autocast: bool
 
@@ -226,7 +227,9 @@ def _finished(
         node.kwargs = _plain_sizes(node.kwargs, sizes)
     example = spec_inputs(fakes, sizes.spec)
     signature = InputSignature(parameters_of(module), example, sizes.conditions())
-    return TracedGraph(module, graph, signature, sizes.free(), frozenset(opened), _autocast_is_on())
+    return TracedGraph(
+        module, graph, signature, sizes.free(), sizes.hints(), frozenset(opened), _autocast_is_on()
+    )
 
 
 def _autocast_is_on() -> bool:

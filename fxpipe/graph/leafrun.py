@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafOutcome:
-    """What a leaf returned, and which of its tensor arguments (by position) it changed."""
+    """What a leaf returned, and what it did to its tensor arguments (by position).
+
+    `changed` were modified in place. Of `untouched` no operation used the values.
+    """
 
     output: Any
     changed: tuple[int, ...]
+    untouched: tuple[int, ...]
 
 
 class LeafRuns:
@@ -43,6 +47,7 @@ class LeafRuns:
         self._outcomes: dict[Hashable, LeafOutcome] = {}
         self._kinds: dict[int, Hashable] = {}
         self._alive: list[Any] = []
+        self.touched: set[int] | None = set()
         self.runs = 0
 
     def run(
@@ -52,21 +57,40 @@ class LeafRuns:
         key = self._key(module, args, kwargs)
         if key is not None and key in self._outcomes:
             known = self._outcomes[key]
-            return LeafOutcome(map_leaves(_fresh_leaf, known.output), known.changed)
+            return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
         inside = contents((args, kwargs))
+        self.touched = set()
         output = self._run(module, call, args, kwargs)
         changed = tuple(
             index
             for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
             if tensor._version != version
         )
-        outcome = LeafOutcome(map_leaves(_fresh_leaf, output), changed)
+        touched = self.touched
+        untouched = tuple(
+            index
+            for index, tensor in enumerate(tensors)
+            if touched is not None and id(tensor) not in touched
+        )
+        if any(leaf is tensor for _, leaf in walk(output) for tensor in tensors):
+            untouched = ()
+        outcome = LeafOutcome(map_leaves(_fresh_leaf, output), changed, untouched)
         if key is not None and inside == contents((args, kwargs)):
             self._outcomes[key] = outcome
-            return LeafOutcome(map_leaves(_fresh_leaf, outcome.output), changed)
+            return dataclasses.replace(outcome, output=map_leaves(_fresh_leaf, outcome.output))
         return outcome
+
+    def touch(self, args: Iterable[Any]) -> None:
+        """Take note of the tensors that an operation inside a leaf uses."""
+        if self.touched is None:
+            return
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                self.touched.add(id(arg))
+            elif isinstance(arg, (tuple, list)):
+                self.touch(arg)
 
     def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.runs += 1
@@ -84,6 +108,7 @@ class LeafRuns:
         kwargs: Any,
         failure: Exception,
     ) -> Any:
+        self.touched = None  # real tensors were used; which fakes they stand for is lost
         with Left(self._mode), self._state.real():
             return run_real(self._mode, module, call, args, kwargs, failure)
 

@@ -13,7 +13,8 @@ from torch import fx, nn
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph
-from fxpipe.graph.cut import Assignment, work_nodes
+from fxpipe.graph.cut import Assignment
+from fxpipe.graph.flow import work_nodes
 
 __all__ = ["ancestors", "choose_opened", "split_evenly"]
 

@@ -166,6 +166,14 @@ class Sizes:
         }
         return tuple(name for name in self._sizes if name in found)
 
+    def hints(self) -> dict[str, int]:
+        """Return the size that each symbol had in this trace."""
+        return {
+            name: int(self.env.backed_var_to_val[symbol])
+            for symbol, ours in self._names.items()
+            for name in _names_in(ours)
+        }
+
     def conditions(self) -> tuple[sympy.Basic, ...]:
         """Return what the sizes must satisfy for the graph to be right."""
         found: dict[sympy.Basic, None] = {}

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.errors import SplitError
-from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.dims import evaluate, text
+from fxpipe.graph.flow import Flow, accessor_of
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.modes import TrainingFlag
-from fxpipe.graph.structure import branch, mutable_parts, walk
-from fxpipe.graph.tape import WRITABLE, Constant, Fresh, Rebuild, StageDevice
+from fxpipe.graph.structure import branch, mutable_parts
+from fxpipe.graph.tape import WRITABLE, Constant, Fresh, Rebuild, StageDevice, given
 from fxpipe.graph.trace import Ambient
 
 __all__ = ["StageGraph", "StageWriter", "device_of"]
@@ -40,6 +39,7 @@ class StageGraph:
     modules: tuple[str, ...]
     tensors: tuple[str, ...]
     containers: tuple[str, ...]
+    repeated: tuple[str, ...]
 
 
 class StageWriter:
@@ -47,14 +47,12 @@ class StageWriter:
 
     def __init__(
         self,
-        traced: TracedGraph,
+        flow: Flow,
         stage: int,
         received: Iterable[fx.Node],
-        is_local: Callable[[fx.Node, int], bool],
     ) -> None:
-        self._traced = traced
+        self._flow = flow
         self._stage = stage
-        self._is_local = is_local
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[str, fx.Node] = {}
@@ -63,6 +61,7 @@ class StageWriter:
         self._sizes: dict[str, fx.Node] = {}
         self._dims: dict[str, tuple[fx.Node, int]] = {}
         self._flags: dict[str, fx.Node] = {}
+        self._shown: dict[fx.Node, fx.Node] = {}
         self._device: fx.Node | None = None
         self._placeholders: list[fx.Node] = []
         for node in received:
@@ -79,17 +78,48 @@ class StageWriter:
         """Return a node's counterpart in this stage, writing it if need be."""
         if node in self._copies:
             return self._copies[node]
+        if node in self._flow.lent[self._stage]:
+            return self._copies[self._flow.lent[self._stage][node]]
         if node.op == "placeholder":
             return self._input(node)
-        if not self._is_local(node, self._stage):
+        if not self._flow.is_local(node, self._stage):
             made = self._put_together(node)
         else:
-            args, kwargs = self.argument(node.args), self.argument(node.kwargs)
+            args, kwargs = self._arguments(node)
             made = self._call(node, args, kwargs)
         made.meta.update({k: v for k, v in node.meta.items() if k in _KEPT})
         self._copies[node] = made
         self._note_dims(made)
         return made
+
+    def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
+        swap = self._flow.stand_ins[self._stage]
+        untouched = node.meta.get("untouched", ())
+        if node not in self._flow.repeated[self._stage] or not any(n in swap for n in untouched):
+            return self.argument(node.args), self.argument(node.kwargs)
+
+        def shown(source: fx.Node) -> fx.Node:
+            if source not in untouched or source not in swap:
+                return source
+            if source not in self._shown:
+                args = (self._copies[swap[source]], self._module_with(source.meta["spec"].dtype))
+                self._shown[source] = self._graph.call_function(like, args)
+                self._copies[self._shown[source]] = self._shown[source]
+            return self._shown[source]
+
+        args, kwargs = fx.map_arg(node.args, shown), fx.map_arg(node.kwargs, shown)
+        return self.argument(args), self.argument(kwargs)
+
+    def _module_with(self, dtype: torch.dtype) -> fx.Node | None:
+        """Return a module of the stage whose floating parameters have a dtype."""
+        for node in self._flow.own(self._stage):
+            if node.op == "call_module":
+                module = self._flow.traced.module.get_submodule(str(node.target))
+                dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+                if dtypes == {dtype}:
+                    self._modules[str(node.target)] = None
+                    return self._graph.create_node("get_attr", str(node.target), (), {}, "module")
+        return None
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         target: Any = node.target
@@ -124,35 +154,30 @@ class StageWriter:
         return self._inputs[name]
 
     def _put_together(self, node: fx.Node) -> fx.Node:
-        """Build a nested value from the tensors of it that were received."""
-
-        def build(value: Any, owner: fx.Node | None) -> Any:
-            if isinstance(value, TensorSpec):
-                assert owner is not None
-                return self._copies[owner]
-            found = branch(value)
-            if found is None:
-                return self._constant(value)
-            children = []
-            for (_, key), child in zip(found.accessors, found.children, strict=True):
-                part = next(
-                    (
-                        user
-                        for user in (owner.users if owner is not None else ())
-                        if user.meta.get("accessor") and user.args[1:] == (key,)
-                    ),
-                    None,
-                )
-                children.append(build(child, part))
-            if found.is_plain:
-                return found.make(tuple(children))
-            rebuild = Rebuild(type(value), found.make)
-            return self._graph.create_node("call_function", rebuild, tuple(children), {})
-
-        built = build(node.meta.get("spec"), node)
+        """Build a number or a nested value from the tensors of it that were received."""
+        if isinstance(node.meta.get("spec"), sympy.Basic):
+            (tensor,) = self._flow.sendable(node)
+            return self._graph.call_method("item", (self._copies[tensor],))
+        built = self._built(node.meta.get("spec"), node)
         if isinstance(built, fx.Node):
             return built
-        return self._graph.create_node("call_function", _same, (built,), {})
+        return self._graph.create_node("call_function", given, (built,), {})
+
+    def _built(self, spec: Any, owner: fx.Node | None) -> Any:
+        if isinstance(spec, TensorSpec):
+            assert owner is not None
+            return self._copies[owner]
+        found = branch(spec)
+        if found is None:
+            return self._constant(spec)
+        children = []
+        for (_, key), child in zip(found.accessors, found.children, strict=True):
+            part = accessor_of(owner, key) if owner is not None else None
+            children.append(self._built(child, part))
+        if found.is_plain:
+            return found.make(tuple(children))
+        rebuild = Rebuild(type(spec), found.make)
+        return self._graph.create_node("call_function", rebuild, tuple(children), {})
 
     def _constant(self, value: Any) -> Any:
         if isinstance(value, (*WRITABLE, sympy.Basic)):
@@ -207,26 +232,15 @@ class StageWriter:
 
     def _size(self, name: str) -> fx.Node:
         if name not in self._sizes:
-            tensor, dim = self._tensor_with(name)
-            self._sizes[name] = self._graph.create_node(
-                "call_method", "size", (tensor, dim), {}, name
-            )
+            number = self._flow.number_node(name)
+            if number is not None:
+                self._sizes[name] = self.copy(number)
+            else:
+                tensor, dim = self._dims[name]
+                self._sizes[name] = self._graph.create_node(
+                    "call_method", "size", (tensor, dim), {}, name
+                )
         return self._sizes[name]
-
-    def _tensor_with(self, name: str) -> tuple[fx.Node, int]:
-        if name in self._dims:
-            return self._dims[name]
-        for node in self._traced.graph.nodes:
-            if node.op == "placeholder":
-                for path, spec in walk(node.meta["spec"]):
-                    if isinstance(spec, TensorSpec) and not path:
-                        for dim, size in enumerate(spec.shape):
-                            if isinstance(size, sympy.Symbol) and size.name == name:
-                                return self._input(node), dim
-        raise SplitError(
-            f"stage {self._stage} needs the size {name}, and no tensor it has carries it; "
-            "move the split, or pass the tensor along"
-        )
 
     def _note_dims(self, node: fx.Node) -> None:
         spec = node.meta.get("spec")
@@ -238,14 +252,21 @@ class StageWriter:
     def _stage_device(self) -> Any:
         if self._device is None:
             source = self._device_source()
-            with self._graph.inserting_after(self._first):
+            place = source if isinstance(source, fx.Node) and source.op == "get_attr" else None
+            with self._graph.inserting_after(place or self._first):
                 self._device = self._graph.call_function(device_of, (source,))
         return self._device
 
     def _device_source(self) -> Any:
+        """Return a tensor that is where the stage is: received, its own, or an input."""
         if self._placeholders:
             return self._placeholders[0]
-        for node in self._traced.graph.nodes:
+        for node in self._flow.own(self._stage):
+            if node.op == "call_module" and _has_parameters(self._flow, str(node.target)):
+                self._modules[str(node.target)] = None
+                with self._graph.inserting_after(self._first):
+                    return self._graph.create_node("get_attr", str(node.target), (), {}, "module")
+        for node in self._flow.traced.graph.nodes:
             if node.op == "placeholder" and isinstance(node.meta["spec"], TensorSpec):
                 return self._input(node)
         return None
@@ -266,6 +287,7 @@ class StageWriter:
         received: tuple[Received, ...],
         sent: tuple[Sent, ...],
         output: fx.Node | Sequence[fx.Node],
+        repeated: tuple[str, ...],
     ) -> StageGraph:
         """Write the output and return the finished stage."""
         if isinstance(output, fx.Node):
@@ -282,6 +304,7 @@ class StageWriter:
             tuple(self._modules),
             tuple(self._tensors),
             tuple(name.rpartition(".")[0] for name in self._flags),
+            repeated,
         )
 
 
@@ -292,13 +315,21 @@ def _start() -> None:
     """Mark the end of the placeholders while a graph is written."""
 
 
-def _same(value: Any) -> Any:
-    return value
+def _has_parameters(flow: Flow, name: str) -> bool:
+    return any(True for _ in flow.traced.module.get_submodule(name).parameters())
 
 
 def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
     """Return the value, or zeros if this mode does not compute it."""
     return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
+
+
+def like(value: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    """Return the value in the dtype of a module's parameters, for code that reads it off."""
+    if module is None:
+        return value
+    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+    return value.detach().to(dtype)
 
 
 def device_of(value: Any) -> torch.device:

@@ -98,7 +98,11 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
-        output = func(*args, **kwargs) if self._leaf_stack else self._operation(func, args, kwargs)
+        if self._leaf_stack:
+            self._leaves.touch((*args, *kwargs.values()))
+            output = func(*args, **kwargs)
+        else:
+            output = self._operation(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)
         return output
 
@@ -123,6 +127,8 @@ class Trace(TorchFunctionMode):
         return output
 
     def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack:
+            self._leaves.touch((*args, *kwargs.values()))
         if self._leaf_stack or self._busy:
             return call(*args, **kwargs)
         return self._operation(call, args, kwargs, name=function.__name__)
@@ -184,6 +190,7 @@ class Trace(TorchFunctionMode):
                     node_kwargs = _with_holder(kwargs, node_kwargs, part, holder)
                 changed.append((part, holder))
         node = self.tape.write("call_module", name, node_args, node_kwargs)
+        node.meta["untouched"] = tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched)
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
         self.tape.adopt(node, outcome.output)
@@ -216,6 +223,7 @@ class Trace(TorchFunctionMode):
             if found:
                 return func(found[0], *args[1:], **kwargs)
         if self._leaf_stack:
+            self._leaves.touch(args)
             return func(*args, **kwargs)
         return self._operation(func, args, kwargs)
 

@@ -1,0 +1,339 @@
+"""Which values cross which stage boundary.
+
+In:  a traced graph and a stage for each of its nodes.
+Out: a `Flow`: for each stage the nodes it computes (its own, and those it repeats)
+     and the nodes it receives.
+
+Only tensors travel. A nested value is sent as its tensors. A number that comes from
+data (`.item()`), or a size that a stage cannot read off any tensor it has, is sent
+as a 0-d tensor. A view of a tensor that a later stage changes in place is not sent;
+its base is, and the view is taken again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.capture import TracedGraph
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.markers import pipe_split
+from fxpipe.graph.modes import ModeDependent
+from fxpipe.graph.structure import branch, walk
+from fxpipe.graph.tape import Constant, Rebuild, child_of, given, last_part
+
+__all__ = ["Flow", "accessor_of", "as_tensor", "is_free", "symbols_in", "work_nodes"]
+
+
+def is_free(node: fx.Node) -> bool:
+    """Say whether a node belongs to no stage: it is taken wherever it is needed."""
+    if node.op in ("placeholder", "get_attr"):
+        return True
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, (Constant, Rebuild)):
+        return True
+    return bool(node.meta.get("accessor")) and is_free(node.args[0])  # type: ignore[arg-type]
+
+
+def work_nodes(traced: TracedGraph) -> list[fx.Node]:
+    """Return the nodes that a stage has to run, in order."""
+    return [
+        node
+        for node in traced.graph.nodes
+        if node.op != "output" and node.target is not pipe_split and not is_free(node)
+    ]
+
+
+def symbols_in(args: Any) -> Iterator[str]:
+    """Yield the names of the sizes that graph arguments use."""
+    if isinstance(args, sympy.Basic):
+        for symbol in args.free_symbols:
+            yield symbol.name
+    elif isinstance(args, (tuple, list)):
+        for part in args:
+            yield from symbols_in(part)
+    elif isinstance(args, dict):
+        yield from symbols_in(tuple(args.values()))
+    elif isinstance(args, slice):
+        yield from symbols_in((args.start, args.stop, args.step))
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return a number as a tensor that can be sent."""
+    return torch.as_tensor(value)
+
+
+class Flow:
+    """The values that go between stages."""
+
+    def __init__(self, traced: TracedGraph, stage_of: Mapping[str, int], num_stages: int) -> None:
+        self.traced = traced
+        self.num_stages = num_stages
+        self.output = next(n for n in traced.graph.nodes if n.op == "output")
+        self.stage_of = _checked(traced, stage_of)
+        self._last_change = self._changes()
+        # Nodes that a stage computes although another stage computes them too.
+        self.repeated: list[set[fx.Node]] = [set() for _ in range(num_stages)]
+        # Model inputs that a stage is sent, rather than reading them from the user.
+        self.lent: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
+        # Arguments of repeated modules of which only size and dtype matter.
+        self.stand_ins: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
+        self._where_sizes: dict[str, list[tuple[fx.Node, int]]] = {}
+        self._numbers: dict[str, fx.Node] = {}
+        self._note_sizes()
+
+    # -- what belongs to a stage
+
+    def own(self, stage: int) -> list[fx.Node]:
+        """Return the nodes that a stage runs, in order, the model's output included."""
+        nodes = [n for n in work_nodes(self.traced) if self.stage_of[n] == stage]
+        return [*nodes, self.output] if stage == self.num_stages - 1 else nodes
+
+    def is_local(self, node: fx.Node, stage: int) -> bool:
+        """Say whether a stage computes a node itself."""
+        if is_free(node):
+            return True
+        if self.stage_of[node] == stage or node in self.repeated[stage]:
+            return True
+        return self._is_taken_again(node)
+
+    def needs(self, stage: int) -> dict[fx.Node, None]:
+        """Return the tensors of earlier stages that a stage reads, as nodes."""
+        local, found = self._reach(stage, self.own(stage))
+        for name in sorted(self._missing_sizes(stage, local, found)):
+            for part in self.sendable(self._size_node(name, stage)):
+                found[part] = None
+        return found
+
+    def inputs(self, stage: int) -> set[fx.Node]:
+        """Return the model inputs that a stage's nodes read."""
+        local, _ = self._reach(stage, self.own(stage))
+        return {node for node in local if node.op == "placeholder"}
+
+    def _reach(
+        self, stage: int, nodes: Iterable[fx.Node]
+    ) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+        """Return what a stage computes to run some nodes, and what it receives for it."""
+        local: dict[fx.Node, None] = {}
+        found: dict[fx.Node, None] = {}
+        stack = list(reversed(list(nodes)))
+        while stack:
+            node = stack.pop()
+            if node in local:
+                continue
+            if node in self.lent[stage]:
+                found[self.lent[stage][node]] = None
+                continue
+            if node is not self.output and not self.is_local(node, stage):
+                for part in self.sendable(node):
+                    found[part] = None
+                continue
+            local[node] = None
+            stack.extend(reversed(self._local_sources(node, stage)))
+        return local, found
+
+    def _local_sources(self, node: fx.Node, stage: int) -> list[fx.Node]:
+        sources = self.sources(node)
+        if node in self.repeated[stage]:
+            swap = self.stand_ins[stage]
+            untouched = node.meta.get("untouched", ())
+            sources = [swap.get(n, n) if n in untouched else n for n in sources]
+        return sources
+
+    def lend(self, placeholder: fx.Node, stage: int) -> None:
+        """Have the first stage that reads a model input send it to another."""
+        first = min(s for s in range(self.num_stages) if placeholder in self.inputs(s))
+        made = next((user for user in placeholder.users if user.target is given), None)
+        if made is None:
+            made = self._add(
+                self._behind_inputs(), "call_function", given, (placeholder,),
+                f"{placeholder.name}_sent", placeholder.meta["spec"],
+            )  # fmt: skip
+            self.stage_of[made] = first
+        self.lent[stage][placeholder] = made
+
+    def _behind_inputs(self) -> fx.Node:
+        inputs = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
+        return inputs[-1]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that a node reads, numbers from data included."""
+        numbers = {
+            self._numbers[name]
+            for name in symbols_in((node.args, node.kwargs))
+            if name in self._numbers
+        }
+        return [*node.all_input_nodes, *sorted(numbers)]
+
+    # -- mutation
+
+    def _is_taken_again(self, node: fx.Node) -> bool:
+        storage = node.meta.get("storage")
+        if storage is None or not node.meta.get("is_view"):
+            return False
+        return self._last_change.get(storage, -1) > self.stage_of[node]
+
+    def _changes(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for node, stage in self.stage_of.items():
+            for storage in node.meta.get("changes", ()):
+                last[storage] = max(stage, last.get(storage, -1))
+        return last
+
+    # -- what can be sent
+
+    def sendable(self, node: fx.Node) -> list[fx.Node]:
+        """Return the tensors of a node's value, as nodes of the stage that makes it."""
+        spec = node.meta.get("spec")
+        if isinstance(spec, TensorSpec):
+            self._check_known(node, spec)
+            return [node]
+        if isinstance(spec, ModeDependent):
+            raise SplitError(
+                f"{node.name} ({node.meta.get('where')}) is {spec.training} in training and "
+                f"{spec.evaluation} in evaluation, so it cannot cross a stage boundary; "
+                "move the split"
+            )
+        if isinstance(spec, sympy.Basic):
+            return [self._number_tensor(node)]
+        return list(self._parts(node))
+
+    def _check_known(self, node: fx.Node, spec: TensorSpec) -> None:
+        unknown = spec.symbols - set(self.traced.symbols)
+        if unknown:
+            raise SplitError(
+                f"the size of {node.name} ({node.meta.get('where')}), {spec}, depends on the data, "
+                "so the next stage cannot know it in advance; move the split"
+            )
+
+    def _number_tensor(self, node: fx.Node) -> fx.Node:
+        for user in node.users:
+            if user.target is as_tensor:
+                return user
+        whole = node.meta["spec"].is_integer
+        spec = TensorSpec((), torch.int64 if whole else torch.float64)
+        return self._add(node, "call_function", as_tensor, (node,), f"{node.name}_value", spec)
+
+    def _add(
+        self, behind: fx.Node, op: str, target: Any, args: Any, name: str, spec: Any
+    ) -> fx.Node:
+        with behind.graph.inserting_after(last_part(behind)):
+            made = behind.graph.create_node(op, target, args, {}, name)
+        made.meta.update({k: v for k, v in behind.meta.items() if k in ("owner", "where", "only")})
+        made.meta["spec"] = spec
+        if behind in self.stage_of:
+            self.stage_of[made] = self.stage_of[behind]
+        return made
+
+    def _parts(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield nodes for the tensors inside a node's value, writing them if need be."""
+        found = branch(node.meta.get("spec"))
+        if found is None:
+            return
+        for (kind, key), child in zip(found.accessors, found.children, strict=True):
+            if not isinstance(child, TensorSpec) and branch(child) is None:
+                continue
+            part = accessor_of(node, key)
+            if part is None:
+                part = self._add(
+                    node, "call_function", _ACCESS[kind], (node, key), f"{node.name}_{key}", child
+                )
+                part.meta["accessor"] = True
+            if isinstance(child, TensorSpec):
+                self._check_known(part, child)
+                yield part
+            else:
+                yield from self._parts(part)
+
+    # -- sizes
+
+    def number_node(self, name: str) -> fx.Node | None:
+        """Return the node that gives a number which comes from data, by its symbol."""
+        return self._numbers.get(name)
+
+    def _note_sizes(self) -> None:
+        for node in self.traced.graph.nodes:
+            spec = node.meta.get("spec")
+            if isinstance(spec, TensorSpec):
+                for dim, size in enumerate(spec.shape):
+                    if isinstance(size, sympy.Symbol):
+                        self._where_sizes.setdefault(size.name, []).append((node, dim))
+            elif isinstance(spec, sympy.Symbol) and spec.name not in self.traced.symbols:
+                self._numbers.setdefault(spec.name, node)
+
+    def _missing_sizes(
+        self, stage: int, local: Iterable[fx.Node], received: Iterable[fx.Node]
+    ) -> set[str]:
+        local = list(local)
+        used = {name for node in local for name in symbols_in((node.args, node.kwargs))}
+        for node in local:
+            if node.meta.get("only") is not None:
+                used |= {name for _, s in walk(node.meta.get("spec")) for name in _spec_symbols(s)}
+        have = {
+            name
+            for name, places in self._where_sizes.items()
+            for node, _ in places
+            if node in set(received) or (node in set(local))
+        }
+        return used - have - self._numbers.keys()
+
+    def _size_node(self, name: str, stage: int) -> fx.Node:
+        places = self._where_sizes.get(name, [])
+        candidates = [(n, d) for n, d in places if n in self.stage_of and self.stage_of[n] < stage]
+        for node, dim in candidates:
+            for user in node.users:
+                if user.target == "size" and user.args[1:] == (dim,):
+                    return user
+            return self._add(node, "call_method", "size", (node, dim), name, sympy.Symbol(name))
+        raise SplitError(
+            f"stage {stage} needs the size {name}, and no earlier stage has it; move the split"
+        )
+
+
+_ACCESS: dict[str, Callable[..., Any]] = {
+    "item": operator.getitem,
+    "attr": getattr,
+    "child": child_of,
+}
+
+
+def accessor_of(node: fx.Node, key: Any) -> fx.Node | None:
+    """Return the node that takes one part of another node's value, if there is one."""
+    for user in node.users:
+        if user.meta.get("accessor") and user.args[0] is node and user.args[1:] == (key,):
+            return user
+    return None
+
+
+def _spec_symbols(spec: Any) -> frozenset[str]:
+    return spec.symbols if isinstance(spec, TensorSpec) else frozenset()
+
+
+def _checked(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[fx.Node, int]:
+    found: dict[fx.Node, int] = {}
+    missing: list[str] = []
+    for node in work_nodes(traced):
+        if node.meta.get("accessor"):
+            found[node] = found[node.args[0]]  # type: ignore[index]
+        elif node.name in stage_of:
+            found[node] = stage_of[node.name]
+        else:
+            missing.append(node.name)
+    if missing:
+        raise SplitError(f"the assignment leaves out {', '.join(missing)}")
+    faults = [
+        f"{node.name} (stage {stage}) reads {source.name} (stage {found[source]})"
+        for node, stage in found.items()
+        for source in node.all_input_nodes
+        if source in found and found[source] > stage
+    ]
+    if faults:
+        raise SplitError("values would have to go backwards:\n  " + "\n  ".join(faults))
+    return found

@@ -1,6 +1,7 @@
 """Schedules as data: which rank does what, and when. Standard library only."""
 
 from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, reads, writes
+from fxpipe.program.compare import Compared, Comparison, compare
 from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
 from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.lower import fuse_backward, lower
@@ -13,6 +14,8 @@ from fxpipe.program.walk import walk
 
 __all__ = [
     "Action",
+    "Compared",
+    "Comparison",
     "Costs",
     "Edge",
     "Edges",
@@ -29,6 +32,7 @@ __all__ = [
     "Timeline",
     "Value",
     "ValueKind",
+    "compare",
     "find_faults",
     "fuse_backward",
     "lower",

@@ -58,6 +58,10 @@ class Kind(enum.IntEnum):
         return self <= Kind.BACKWARD_WEIGHT
 
     @property
+    def is_backward(self) -> bool:
+        return Kind.BACKWARD <= self <= Kind.BACKWARD_WEIGHT
+
+    @property
     def is_transfer(self) -> bool:
         return Kind.SEND_ACTIVATION <= self <= Kind.RECV_GRADIENT
 

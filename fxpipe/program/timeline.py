@@ -71,7 +71,7 @@ class Timeline:
     @property
     def idle_per_rank(self) -> tuple[float, ...]:
         """For each rank, the share of the makespan in which it does not compute."""
-        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+        return tuple(_idle(busy, self.makespan) for busy in self.busy)
 
     @property
     def idle(self) -> float:
@@ -82,7 +82,7 @@ class Timeline:
     def idle_in_span_per_rank(self) -> tuple[float, ...]:
         """For each rank, the idle share between its own first and last compute."""
         return tuple(
-            1 - busy / (end - start) if end > start else 0.0
+            _idle(busy, end - start)
             for busy, (start, end) in zip(self.busy, self.extent, strict=True)
         )
 
@@ -103,3 +103,8 @@ class Timeline:
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank by start."""
         return tuple(span for span in self.spans if span.rank == rank)
+
+
+def _idle(busy: float, time: float) -> float:
+    """The idle share; sums of fractions may make `busy` a hair longer than `time`."""
+    return max(0.0, 1 - busy / time) if time > 0 else 0.0

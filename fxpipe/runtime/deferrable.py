@@ -54,9 +54,7 @@ def recognise(
         return None  # a wrong call: let the function itself say so
     if call is None or not _is_plain(call.x) or not _bias_fits(call.bias):
         return None
-    if not isinstance(call.operation, Embedding):
-        return _in_one_dtype(call)
-    return call
+    return call if type(call.operation) is Embedding else _in_one_dtype(call)
 
 
 def _is_trainable(tensor: object) -> bool:

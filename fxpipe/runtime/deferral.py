@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.runtime.deferrable import DEFERRABLE, Call, recognise
 from fxpipe.runtime.operations import Operation
-from fxpipe.runtime.weight_work import WeightWork, accumulate, check_version, only
+from fxpipe.runtime.weight_work import WeightWork, accumulate, modified, only
 
 __all__ = ["Deferral", "can_defer"]
 
@@ -148,12 +148,6 @@ class Deferral(TorchFunctionMode):
             for registered in hooks:
                 registered.clear()
 
-    def _collect(self, work: WeightWork) -> None:
-        if self._sink is None:
-            accumulate([work])
-        else:
-            self._sink.append(work)
-
     def _inner_backward(
         self,
         tensors: _Roots,
@@ -176,8 +170,11 @@ class Deferral(TorchFunctionMode):
             torch.autograd.backward(roots, grads, inputs=[*inputs, _ANCHOR], **options)  # type: ignore[arg-type]
         finally:
             self._sink = outer
-        for work in only(works, inputs):
-            self._collect(work)
+        kept = only(works, inputs)
+        if outer is None:
+            accumulate(kept)
+        else:
+            outer += kept
 
     def _inner_tensor_backward(
         self, tensor: Tensor, gradient: Tensor | None = None, **options: Any
@@ -288,8 +285,11 @@ class _Deferred(torch.autograd.Function):
         ctx.node = node
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        weight, bias = _cast(node.weight, x), node.bias
-        y = node.operation.output(x, weight, None if bias is None else _cast(bias, x))
+        weight: Tensor = node.weight
+        bias = node.bias
+        if weight.dtype is not x.dtype:
+            weight, bias = _cast(weight, x), None if bias is None else _cast(bias, x)
+        y = node.operation.output(x, weight, bias)
         # A view that leaves a Function cannot be written to in place; an alias can.
         return y.detach() if y._is_view() else y
 
@@ -310,23 +310,26 @@ _apply: Any = super(torch.autograd.Function, _Deferred).apply
 
 
 def _cast(weight: Tensor, x: Tensor) -> Tensor:
-    return weight if weight.dtype is x.dtype or not x.is_floating_point() else weight.to(x.dtype)
+    return weight.to(x.dtype) if x.is_floating_point() else weight
 
 
 def _step(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
     deferral, operation, weight, weight_version, bias = ctx.node
     input_grad = None
     if ctx.needs_input_grad[1]:
-        check_version(weight, weight_version, "a weight")
-        input_grad = operation.input_grad(grad, x, _cast(weight, x))
-    if x.requires_grad and not torch.is_grad_enabled():
-        x = x.detach()  # or it would keep the graph behind it alive
-    trains_bias = bias is not None and bias.requires_grad
-    deferral._collect(
-        WeightWork(
-            operation, x, x._version, grad, grad._version, weight, bias if trains_bias else None
-        )
-    )
+        if weight._version != weight_version:
+            raise modified(weight, weight_version, "a weight")
+        same = weight if weight.dtype is x.dtype else _cast(weight, x)
+        input_grad = operation.input_grad(grad, x, same)
+        if not torch.is_grad_enabled():
+            x = x.detach()  # or it would keep the graph behind it alive
+    if bias is not None and not bias.requires_grad:
+        bias = None
+    work = WeightWork(operation, x, x._version, grad, grad._version, weight, bias)
+    if deferral._sink is None:
+        accumulate([work])
+    else:
+        deferral._sink.append(work)
     return input_grad
 
 

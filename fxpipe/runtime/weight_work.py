@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from fxpipe.runtime.operations import Operation
 
-__all__ = ["WeightWork", "accumulate", "check_version", "only"]
+__all__ = ["WeightWork", "accumulate", "modified", "only"]
 
 # Weight gradients wait together until they are this many bytes; one call of autograd
 # then adds them all. Small layers share the cost of the call, large ones do not pile up.
@@ -41,8 +41,10 @@ class WeightWork(NamedTuple):
     def add_to(self, sums: dict[Parameter, Tensor]) -> None:
         """Compute the gradients and add them to those of the same parameters."""
         operation, x, x_version, grad, grad_version, weight, bias = self
-        check_version(x, x_version, "an input")
-        check_version(grad, grad_version, "an output gradient")
+        if x._version != x_version:
+            raise modified(x, x_version, "an input")
+        if grad._version != grad_version:
+            raise modified(grad, grad_version, "an output gradient")
         if weight is not None:
             _add_to(sums, weight, operation.weight_grad(grad, x, weight) if operation else grad)
         if bias is not None:
@@ -50,14 +52,13 @@ class WeightWork(NamedTuple):
             _add_to(sums, bias, operation.bias_grad(grad, bias))
 
 
-def check_version(tensor: Tensor, version: int, what: str) -> None:
-    """Refuse a tensor that was written to since it was noted, as autograd does."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: {what} of shape {list(tensor.shape)} is at version {tensor._version}, "
-            f"version {version} was expected; write to a copy instead"
-        )
+def modified(tensor: Tensor, version: int, what: str) -> RuntimeError:
+    """What to raise for a tensor that was written to since it was noted, as autograd does."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: {what} of shape {list(tensor.shape)} is at version {tensor._version}, "
+        f"version {version} was expected; write to a copy instead"
+    )
 
 
 def only(works: list[WeightWork], inputs: Sequence[Tensor | GradientEdge]) -> list[WeightWork]:
@@ -135,4 +136,4 @@ class _Source(torch.autograd.Function):
         return grads
 
 
-_source: Any = _Source.apply
+_source: Any = super(torch.autograd.Function, _Source).apply

@@ -1,0 +1,165 @@
+"""`fxpipe doctor`: is everything here that fxpipe needs, and does it work?"""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.text import Text
+from torch import Tensor, nn
+
+from fxpipe.cli.launch import RankFailedError, run_ranks
+from fxpipe.cli.options import AsJson
+from fxpipe.cli.output import examples, make_table, out, print_json, working
+from fxpipe.cli.training import join_ranks
+from fxpipe.errors import FxpipeError
+from fxpipe.schedules import Schedule1F1B
+from fxpipe.stage import PipelineStage
+
+__all__ = ["Check", "doctor", "doctor_examples", "run_check_rank"]
+
+doctor_examples = examples("fxpipe doctor", "fxpipe doctor --json", "fxpipe doctor --no-run")
+
+_EXTRAS = {
+    "typer": "the command line",
+    "rich": "the command line and colours",
+    "graphviz": "pictures of single nodes",
+    "pillow": "PNG pictures",
+    "transformers": "models named hf:...",
+    "safetensors": "checkpoints in safetensors",
+    "ortools": "optimal schedules of small programs",
+}
+_LIMIT = 300.0
+
+State = Literal["ok", "missing", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at. What is `missing` is not needed for the rest."""
+
+    name: str
+    state: State
+    found: str
+
+
+def doctor(
+    context: typer.Context,
+    run: Annotated[
+        bool, typer.Option("--run/--no-run", help="Train on two processes for a moment.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Look at versions, devices and backends, and try two processes.
+
+    Ends with exit code 1 if something that fxpipe needs does not work.
+    """
+    checks = [*_versions(), *_devices(), *_backends(), _dot()]
+    if run:
+        with working("training on two processes"):
+            checks.append(_try_two_processes(bool(context.find_root().params.get("debug"))))
+    if as_json:
+        print_json([asdict(check) for check in checks])
+    else:
+        marks = {"ok": "[green]ok[/green]", "missing": "-", "failed": "[red]failed[/red]"}
+        rows = [(check.name, Text.from_markup(marks[check.state]), check.found) for check in checks]
+        out().print(make_table("", ("what", "", "found"), rows))
+    if any(check.state == "failed" for check in checks):
+        raise typer.Exit(1)
+
+
+def run_check_rank(settings: str) -> None:
+    """Two stages on two processes, one step, against the plain model."""
+    torch.set_num_threads(1)
+    device = join_ranks("cpu")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    plain = nn.Sequential(*copy.deepcopy(modules))
+    rows, target = torch.randn(8, 8), torch.randn(8, 8)
+    stage = PipelineStage(modules[rank], rank, 2, device)
+    schedule = Schedule1F1B(stage, 4, loss_fn=_mean_square, timeout=60.0)
+    schedule.step(rows, target=target)
+    loss = _mean_square(plain(rows), target)
+    torch.autograd.backward(loss)
+    for found, wanted in zip(modules[rank].parameters(), plain[rank].parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None
+        if not torch.allclose(found.grad, wanted.grad, atol=1e-6):
+            raise FxpipeError(f"stage {rank} has other gradients than the plain model")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+def _versions() -> Iterator[Check]:
+    yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield Check("system", "ok", platform.platform())
+    for name in ("fxpipe", "torch", "sympy"):
+        yield Check(name, "ok", importlib.metadata.version(name))
+    for name, use in _EXTRAS.items():
+        try:
+            yield Check(name, "ok", importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(name, "missing", f"not installed; needed for {use}")
+
+
+def _devices() -> Iterator[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("cpu", "ok", f"{cores} cores, torch uses {torch.get_num_threads()} threads")
+    if not torch.accelerator.is_available():
+        yield Check("accelerator", "missing", "none; everything runs on the CPU")
+        return
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    names = ""
+    if kind is not None and kind.type == "cuda":
+        names = ": " + ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    yield Check("accelerator", "ok", f"{count} of type {kind}{names}")
+
+
+def _backends() -> Iterator[Check]:
+    if not dist.is_available():
+        yield Check("torch.distributed", "failed", "this build of torch has none")
+        return
+    yield Check("gloo", *_found(dist.is_gloo_available(), "for CPUs"))
+    yield Check("nccl", *_found(dist.is_nccl_available(), "for NVIDIA GPUs", needed=False))
+
+
+def _found(there: bool, use: str, *, needed: bool = True) -> tuple[State, str]:
+    if there:
+        return "ok", use
+    return "failed" if needed else "missing", f"not in this build of torch; {use}"
+
+
+def _dot() -> Check:
+    program = shutil.which("dot")
+    if program is None:
+        return Check("dot", "missing", "not found; needed for pictures of single nodes only")
+    done = subprocess.run([program, "-V"], capture_output=True, text=True, check=False)
+    words = (done.stderr or done.stdout).strip().removeprefix("dot - ")
+    return Check("dot", "ok" if done.returncode == 0 else "failed", words)
+
+
+def _try_two_processes(debug: bool) -> Check:
+    start = time.perf_counter()
+    try:
+        run_ranks("check", "{}", 2, limit=_LIMIT, debug=debug)
+    except RankFailedError as error:
+        return Check("two processes", "failed", str(error))
+    seconds = time.perf_counter() - start
+    return Check("two processes", "ok", f"gradients of the plain model over gloo, {seconds:.1f} s")

@@ -1,0 +1,252 @@
+"""`fxpipe simulate`: when everything happens, on paper, for one schedule or several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
+from fxpipe.cli.output import examples, make_table, out, print_json, writable
+from fxpipe.cli.programs import find_program
+from fxpipe.errors import InputError
+from fxpipe.program import Link, Placement, Program, StageCost, StageCosts, Timeline
+from fxpipe.program import simulate as run_simulation
+from fxpipe.program.compare import compare
+from fxpipe.viz import TimelineView, draw_timeline
+
+__all__ = ["simulate", "simulate_examples"]
+
+
+_Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SCHEDULE]...",
+        help="Schedules such as 1F1B, or files (.csv, .json, .txt).",
+        show_default=False,
+        autocompletion=complete_schedule,
+    ),
+]
+_All = Annotated[
+    bool, typer.Option("--all", help="All schedules that the sizes allow, quickest first.")
+]
+_Forward = Annotated[
+    str, typer.Option(help="Time of a forward on one rank; or one time per stage, 1,1,1,2.")
+]
+_Input = Annotated[str, typer.Option("--input", help="Time of an input gradient, likewise.")]
+_Weight = Annotated[str, typer.Option("--weight", help="Time of a weight gradient, likewise.")]
+_Transfer = Annotated[float, typer.Option(min=0.0, help="Time of a transfer between two ranks.")]
+_Overlap = Annotated[
+    bool, typer.Option("--overlap/--no-overlap", help="Ranks compute while they transfer.")
+]
+_Memory = Annotated[
+    float | None,
+    typer.Option(min=0.0, help="With --all: the memory of a rank.", show_default=False),
+]
+_Picture = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        help="Draw the timeline: .svg, .png, .txt, or .json for Perfetto.",
+        show_default=False,
+    ),
+]
+
+
+def simulate(
+    names: _Names = None,
+    every: _All = False,
+    ranks: Ranks = None,
+    stages: Stages = None,
+    microbatches: Microbatches = None,
+    forward: _Forward = "1",
+    backward_input: _Input = "1",
+    backward_weight: _Weight = "1",
+    transfer: _Transfer = 0.0,
+    overlap: _Overlap = True,
+    memory: _Memory = None,
+    picture: _Picture = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a step: how long it takes, who waits, and how much memory it needs.
+
+    With one schedule its timeline is drawn in the terminal; with several a table compares
+    them. Times are in units of one forward of one rank's share of the model, memory in
+    microbatches of it.
+    """
+    times = {"forward": forward, "input": backward_input, "weight": backward_weight}
+
+    def costs(placement: Placement) -> StageCosts:
+        return _costs(placement, times, transfer, overlap)
+
+    if every:
+        if names or picture is not None:
+            raise InputError("--all compares all schedules; name some to draw or choose them")
+        _compare_all(ranks, stages, microbatches, costs, memory, as_json)
+        return
+    if memory is not None:
+        raise InputError("--memory is for --all: which schedules fit")
+    if not names:
+        raise InputError("name a schedule, a file, or say --all; see fxpipe schedule list")
+    results = []
+    for name in names:
+        program = find_program(name, ranks=ranks, stages=stages, microbatches=microbatches)
+        results.append((program, run_simulation(program, costs(program.placement))))
+    pictures = [] if picture is None else _draw(results, picture)
+    if as_json:
+        rows = [_json(program, timeline) for program, timeline in results]
+        for row, path in zip(rows, pictures, strict=False):
+            row["picture"] = str(path)
+        print_json(rows if len(rows) > 1 else rows[0])
+        return
+    if len(results) == 1:
+        program, timeline = results[0]
+        out().print(TimelineView(timeline, title=_title(program)))
+    else:
+        out().print(_table(results))
+    for path in pictures:
+        typer.echo(f"wrote {path}")
+
+
+simulate_examples = examples(
+    "fxpipe simulate 1F1B --ranks 4 --microbatches 8",
+    "fxpipe simulate --all -p 8 -m 32 --input 1.4 --weight 0.6 --memory 8 --json",
+    "fxpipe simulate mine.csv --forward 1,1,1,2 --out mine.svg",
+)
+
+
+def _compare_all(
+    ranks: int | None,
+    stages: int | None,
+    microbatches: int | None,
+    costs: Callable[[Placement], StageCosts],
+    memory: float | None,
+    as_json: bool,
+) -> None:
+    ranks = 4 if ranks is None else ranks
+    per_rank: tuple[int, ...] = (1, 2, 3, 4)
+    if stages is not None:
+        if stages % ranks:
+            raise InputError(f"{stages} stages do not spread evenly over {ranks} ranks")
+        per_rank = (stages // ranks,)
+    comparison = compare(
+        ranks,
+        2 * ranks if microbatches is None else microbatches,
+        stages_per_rank=per_rank,
+        costs=costs,
+        memory_limit=math.inf if memory is None else memory,
+    )
+    if as_json:
+        print_json([asdict(row) for row in comparison.rows])
+        return
+    columns = ("schedule", "stages per rank#", "time#", "idle#", "idle once started#")
+    rows = [
+        (
+            row.schedule,
+            row.stages_per_rank,
+            f"{row.makespan:.4g}",
+            f"{row.idle:.1%}",
+            f"{row.idle_in_span:.1%}",
+            f"{row.peak_memory:.4g}",
+            row.num_messages,
+            "" if row.fits else "does not fit",
+        )
+        for row in comparison.rows
+    ]
+    title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
+    out().print(make_table(title, (*columns, "peak memory#", "messages#", ""), rows))
+
+
+def _costs(
+    placement: Placement, times: dict[str, str], transfer: float, overlap: bool
+) -> StageCosts:
+    numbers = {name: _numbers(name, text) for name, text in times.items()}
+    for name, found in numbers.items():
+        if len(found) not in (1, placement.num_stages):
+            raise InputError(
+                f"--{name} has {len(found)} times for {placement.num_stages} stages; "
+                "give one time, or one for each stage"
+            )
+    share = placement.num_ranks / placement.num_stages
+    stages = []
+    for stage in range(placement.num_stages):
+        cost = {
+            name: found[stage] if len(found) > 1 else found[0] * share
+            for name, found in numbers.items()
+        }
+        stages.append(
+            StageCost(
+                forward=cost["forward"],
+                backward_input=cost["input"],
+                backward_weight=cost["weight"],
+                residual=share,
+            )
+        )
+    return StageCosts(tuple(stages), link=Link(latency=transfer), overlaps_transfers=overlap)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--{name} is a number, or numbers with commas; got {text!r}") from None
+    if any(not 0 <= value < math.inf for value in found):
+        raise InputError(f"--{name} needs numbers from 0 up, got {text!r}")
+    return found
+
+
+def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
+    paths = []
+    for program, timeline in results:
+        path = picture
+        if len(results) > 1:
+            path = picture.with_name(f"{picture.stem}-{program.name}{picture.suffix}")
+        paths.append(draw_timeline(timeline, writable(path), title=_title(program)))
+    return paths
+
+
+def _title(program: Program) -> str:
+    stages = "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
+    return (
+        f"{program.name or 'program'}: {program.num_ranks} ranks{stages}, "
+        f"{program.num_microbatches} microbatches"
+    )
+
+
+def _table(results: list[tuple[Program, Timeline]]) -> Any:
+    best = min(timeline.makespan for _, timeline in results)
+    rows = [
+        (
+            program.name or "program",
+            program.num_ranks,
+            program.num_stages,
+            program.num_microbatches,
+            f"{timeline.makespan:.4g}",
+            f"{timeline.makespan / best:.3f}" if best else "-",
+            f"{timeline.idle:.1%}",
+            f"{timeline.idle_in_span:.1%}",
+            f"{max(timeline.peak_memory):.4g}",
+        )
+        for program, timeline in results
+    ]
+    columns = ("schedule", "ranks#", "stages#", "microbatches#", "time#", "to best#", "idle#")
+    return make_table("", (*columns, "idle once started#", "peak memory#"), rows)
+
+
+def _json(program: Program, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "schedule": program.name,
+        "num_ranks": program.num_ranks,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "makespan": timeline.makespan,
+        "idle": timeline.idle,
+        "idle_in_span": timeline.idle_in_span,
+        "idle_per_rank": list(timeline.idle_per_rank),
+        "peak_memory": list(timeline.peak_memory),
+    }

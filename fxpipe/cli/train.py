@@ -1,0 +1,267 @@
+"""`fxpipe train`: train a model on several processes, started by torchrun or by itself."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from torch import nn
+
+from fxpipe.cli.launch import run_ranks
+from fxpipe.cli.models import ModelRequest
+from fxpipe.cli.options import (
+    AsJson,
+    Dtype,
+    InputsName,
+    Microbatches,
+    ModelName,
+    Seed,
+    Seq,
+    Split,
+    Stages,
+    complete_schedule,
+)
+from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
+from fxpipe.cli.pipes import split_names, stage_table
+from fxpipe.cli.training import StepReport, Trainer, TrainSettings, is_rank
+from fxpipe.viz import TimelineView, draw_timeline
+
+__all__ = ["run_train_rank", "train", "train_examples"]
+
+train_examples = examples(
+    "fxpipe train models/gpt.py:build --nproc 2 --compare",
+    "fxpipe train 'models/gpt.py:build?layers=8' --schedule zbv --nproc 4 --microbatches 8",
+    "torchrun --nproc-per-node 2 -m fxpipe train models/gpt.py:build --data mine.py:batches",
+)
+
+
+_Schedule = Annotated[
+    str,
+    typer.Option(
+        help="A schedule, or a program in a file (.csv, .json).", autocompletion=complete_schedule
+    ),
+]
+_Processes = Annotated[
+    int, typer.Option("--nproc", "-n", min=1, help="Processes to start; torchrun says it itself.")
+]
+_Local = Annotated[
+    bool, typer.Option("--local", help="All ranks in this process, to look for errors.")
+]
+_Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows of a batch.")]
+_Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
+_Rate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")]
+_Optimizer = Annotated[str, typer.Option(help="An optimizer of torch.optim.")]
+_Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+_Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Batches: file.py:name, an iterable of (inputs, target), or a function of the "
+        "batch size that returns one; the same on every rank. Made-up data otherwise.",
+        show_default=False,
+    ),
+]
+_Loss = Annotated[
+    str | None,
+    typer.Option(help="The loss: file.py:name, called with output and target.", show_default=False),
+]
+_Target = Annotated[
+    str | None,
+    typer.Option(help="A function that makes example targets, file.py:name.", show_default=False),
+]
+_Compare = Annotated[
+    bool, typer.Option("--compare", help="Train the plain model beside it and compare.")
+]
+_Timeline = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the last step as it was measured: .svg, .png, .txt or .json.",
+        show_default=False,
+    ),
+]
+
+
+def train(
+    context: typer.Context,
+    model: ModelName,
+    schedule: _Schedule = "1F1B",
+    nproc: _Processes = 2,
+    local: _Local = False,
+    stages: Stages = None,
+    split: Split = None,
+    microbatches: Microbatches = None,
+    batch: _Batch = 16,
+    steps: _Steps = 20,
+    learning_rate: _Rate = 1e-3,
+    optimizer: _Optimizer = "AdamW",
+    device: _Device = "auto",
+    data: _Data = None,
+    loss: _Loss = None,
+    target: _Target = None,
+    inputs: InputsName = None,
+    seq: Seq = None,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    compare: _Compare = False,
+    timeline: _Timeline = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a model across processes.
+
+    Under torchrun every process is a rank. Otherwise --nproc processes are started here.
+    """
+    world = int(os.environ["WORLD_SIZE"]) if is_rank() and not local else nproc
+    settings = TrainSettings(
+        ModelRequest(
+            model, seq=seq, inputs=inputs, target=target, loss=loss, dtype=dtype, seed=seed
+        ),
+        schedule=schedule,
+        num_ranks=world,
+        num_stages=stages,
+        num_microbatches=microbatches,
+        batch=batch,
+        steps=steps,
+        split=split_names(split),
+        learning_rate=learning_rate,
+        optimizer=optimizer,
+        device=device,
+        data=data,
+        compare=compare,
+        is_local=local,
+        timeline=None if timeline is None else str(writable(timeline)),
+        as_json=as_json,
+    )
+    settings.program()
+    if local or is_rank():
+        _train_here(settings)
+        return
+    debug = bool(context.find_root().params.get("debug"))
+    run_ranks("train", settings.to_json(), nproc, debug=debug)
+
+
+def run_train_rank(settings: str) -> None:
+    """What a started process does."""
+    _train_here(TrainSettings.from_json(settings))
+
+
+def _train_here(settings: TrainSettings) -> None:
+    trainer = Trainer(settings)
+    console = err() if settings.as_json else out()
+    if trainer.is_reporter and not settings.as_json:
+        console.print(stage_table(trainer.traced))
+        _warn_of_dropout(trainer)
+    reports = run_with_bar(trainer, console, str(trainer.schedule.program.name))
+    picture = None
+    if settings.timeline is not None and trainer.is_reporter:
+        picture = draw_timeline(
+            trainer.schedule.timeline, settings.timeline, title=_title(settings), time_unit="s"
+        )
+    trainer.close()
+    if not trainer.is_reporter:
+        return
+    if settings.as_json:
+        print_json(_json(trainer, reports, picture))
+        return
+    console.print(TimelineView(trainer.schedule.timeline, title="the last step", time_unit="s"))
+    console.print(_summary(trainer, reports))
+    if picture is not None:
+        typer.echo(f"wrote {picture}")
+
+
+def run_with_bar(trainer: Trainer, console: Console, title: str) -> list[StepReport]:
+    """Train with a progress bar on the rank that knows the loss."""
+    steps = trainer.settings.steps
+    every = max(1, steps // 10)
+    with bar(console) as progress:
+        task = progress.add_task(title, total=steps, visible=trainer.is_reporter)
+
+        def observe(report: StepReport) -> None:
+            progress.update(
+                task, advance=1, description=f"{title}, {_loss_text(report, 'loss so far')}"
+            )
+            is_shown = report.step % every == 0 or report.step == steps - 1
+            if trainer.is_reporter and is_shown:
+                progress.console.print(f"step {report.step:>4}  {_loss_text(report, 'loss')}")
+
+        return trainer.run(observe)
+
+
+def _loss_text(report: StepReport, name: str) -> str:
+    if report.loss is None:
+        return name
+    text = f"loss {report.loss:.6f}"
+    if report.plain_loss is not None:
+        text += f"  plain {report.plain_loss:.6f}"
+        text += f"  largest gradient difference {report.gradient_difference:.1e}"
+    return text
+
+
+def _warn_of_dropout(trainer: Trainer) -> None:
+    if trainer.plain is None:
+        return
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+    found = [n for n, m in trainer.plain.named_modules() if isinstance(m, kinds) and m.p > 0]
+    if found:
+        typer.echo(
+            f"note: {len(found)} dropout modules ({found[0]}, ...) draw other random numbers in a "
+            "pipeline than in the plain model, so the two will differ; set dropout to 0 to compare",
+            err=True,
+        )
+
+
+def _title(settings: TrainSettings) -> str:
+    return f"{settings.model.name}, {settings.schedule}, measured"
+
+
+def _seconds(reports: list[StepReport]) -> float:
+    """The median time of a step; the first one also prepares the others."""
+    return statistics.median(report.seconds for report in reports[1:] or reports)
+
+
+def _summary(trainer: Trainer, reports: list[StepReport]) -> Any:
+    seconds = _seconds(reports)
+    program = trainer.program
+    rows = [
+        ("schedule", f"{program.name or trainer.settings.schedule}: {program.num_ranks} ranks, "
+         f"{program.num_stages} stages, {program.num_microbatches} microbatches"),
+        ("first loss", f"{reports[0].loss:.6f}"),
+        ("last loss", f"{reports[-1].loss:.6f}"),
+        ("step", f"{seconds * 1e3:.1f} ms, {trainer.settings.batch / seconds:.1f} rows/s"),
+    ]  # fmt: skip
+    if trainer.plain is not None:
+        rows += [
+            ("largest loss difference", f"{_loss_difference(reports):.1e}"),
+            ("largest gradient difference", f"{_gradient_difference(reports):.1e}"),
+        ]
+    return make_table("", ("result", ""), rows)
+
+
+def _loss_difference(reports: list[StepReport]) -> float:
+    return max(abs((r.loss or 0.0) - (r.plain_loss or 0.0)) for r in reports)
+
+
+def _gradient_difference(reports: list[StepReport]) -> float:
+    return max(r.gradient_difference or 0.0 for r in reports)
+
+
+def _json(trainer: Trainer, reports: list[StepReport], picture: Path | None) -> dict[str, Any]:
+    program = trainer.program
+    data: dict[str, Any] = {
+        "model": trainer.settings.model.name,
+        "schedule": program.name or trainer.settings.schedule,
+        "num_ranks": program.num_ranks,
+        "num_stages": program.num_stages,
+        "num_microbatches": program.num_microbatches,
+        "batch": trainer.settings.batch,
+        "losses": [report.loss for report in reports],
+        "seconds_per_step": _seconds(reports),
+    }
+    if trainer.plain is not None:
+        data["plain_losses"] = [report.plain_loss for report in reports]
+        data["gradient_difference"] = _gradient_difference(reports)
+    if picture is not None:
+        data["timeline"] = str(picture)
+    return data

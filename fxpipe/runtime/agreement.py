@@ -144,9 +144,11 @@ class _Maker:
 
     def _routes(self, chunks: Chunks) -> tuple[Route, ...]:
         """Who sends which input to whom, for traced stages."""
-        if self.info is None or self.peers.is_local:
+        if self.info is None:
             return ()
         given = self.control.gather(sorted(chunks.kwargs[0]))
+        if self.peers.is_local:
+            given = given * self.program.num_ranks
         missing: list[tuple[str, int, int]] = []
         nowhere: dict[str, list[int]] = {}
         for stage, interface in enumerate(self.info.interfaces):

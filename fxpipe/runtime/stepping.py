@@ -98,6 +98,9 @@ class StepRun:
             self.control.end()
             for sync in syncs:
                 sync.end()
+            for runner in self.plan.runners.values():
+                # A forward leaves a root module unsharded; parameters() should not.
+                runner.sync.reshard()
             for executor in self.plan.executors:
                 executor.clear()
             if self.peers.channels is not None:

@@ -1,0 +1,73 @@
+"""Pipelines side by side: DDP and FSDP2 stages average over the replicas in every schedule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxpipe import PipelineStage, get_schedule_class
+from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
+from tests.distributed.ranks import run_on_ranks
+from tests.runtime.training import assert_close
+
+WRAPPERS = ("module.", "_orig_mod.")
+
+
+def two_by_two(rank: int, schedule: str, wrapper: str) -> None:
+    """Two pipelines of two ranks on other rows each; the reference is one model on all rows."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    indices, num_stages = layout(schedule, place, 2)
+    modules = blocks(num_stages)
+    x, y = rand(16, 8), rand(16, 8, seed=2)
+    reference, output = plain_gradients(modules, x, y)
+    wrapped = {i: wrap(modules[i], wrapper, dp[place]) for i in indices}
+    stages = [PipelineStage(wrapped[i], i, num_stages, "cpu", group=pp[replica]) for i in indices]
+    made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
+    rows = slice(8 * replica, 8 * replica + 8)
+    for step in (1, 2):  # the second one accumulates
+        found = made.step(x[rows], target=y[rows])
+        if num_stages - 1 in indices:
+            assert_close(found, output[rows], "output")
+        for i in indices:
+            wanted = dict(reference[i].named_parameters())
+            for name, p in wrapped[i].named_parameters():
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                assert_close(grad, step * wanted[plain(name)].grad, f"stage {i} {name}")
+    evaluated = made.eval(x[rows])
+    if num_stages - 1 in indices:
+        assert_close(evaluated, output[rows], "evaluation")
+    norm = made.clip_grad_norm_(1e9)
+    every = [2 * p.grad for module in reference for p in module.parameters()]
+    expected = torch.nn.utils.get_total_norm(every)
+    assert_close(norm.double(), expected, f"norm {norm} {expected}")
+
+
+def wrap(module: nn.Module, wrapper: str, group: dist.ProcessGroup) -> nn.Module:
+    if wrapper == "ddp":
+        return DistributedDataParallel(module, process_group=group)
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded: nn.Module = fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    return sharded
+
+
+def plain(name: str) -> str:
+    for prefix in WRAPPERS:
+        name = name.removeprefix(prefix)
+    return name
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_ddp_stages_average_over_replicas(schedule: str) -> None:
+    run_on_ranks(4, two_by_two, schedule, "ddp")
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_fsdp_stages_average_over_replicas(schedule: str) -> None:
+    run_on_ranks(4, two_by_two, schedule, "fsdp")

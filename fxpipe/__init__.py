@@ -3,7 +3,7 @@
 The names are those of `torch.distributed.pipelining`, so that changing the import is
 the migration, and a few more:
 
-    from fxpipe import pipeline, SplitPoint, Schedule1F1B
+    from fxpipe import pipeline, Schedule1F1B
 
     pipe = pipeline(model, (x,), num_stages=4)
     stage = pipe.build_stage(rank, device)
@@ -21,6 +21,8 @@ from fxpipe.errors import (
     SplitError,
     TraceError,
 )
+from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
 from fxpipe.microbatch import (
     Microbatches,
     Replicate,
@@ -28,9 +30,74 @@ from fxpipe.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
+from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
 from fxpipe.runtime.local import LocalGroup
 from fxpipe.runtime.loss import aux_loss, collect_aux_losses
-from fxpipe.schedules import *
+from fxpipe.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleDualPipeVPaired,
+    ScheduleFromProgram,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleVHalf,
+    ScheduleVMin,
+    ScheduleWave,
+    ScheduleZBH1,
+    ScheduleZBH2,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
 from fxpipe.stage import PipelineStage, build_stage
-from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.pipe import Pipe, pipeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FxpipeError",
+    "InputError",
+    "LocalGroup",
+    "Microbatches",
+    "Pipe",
+    "PipeInfo",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "PipelineStage",
+    "PipeliningShapeError",
+    "PlanError",
+    "RemoteStageError",
+    "Replicate",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleDualPipeVPaired",
+    "ScheduleError",
+    "ScheduleFromProgram",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleVHalf",
+    "ScheduleVMin",
+    "ScheduleWave",
+    "ScheduleZBH1",
+    "ScheduleZBH2",
+    "ScheduleZBVZeroBubble",
+    "SplitError",
+    "SplitPoint",
+    "TensorChunkSpec",
+    "TraceError",
+    "__version__",
+    "aux_loss",
+    "build_stage",
+    "collect_aux_losses",
+    "get_schedule_class",
+    "load_checkpoint",
+    "merge_chunks",
+    "pipe_split",
+    "pipeline",
+    "save_checkpoint",
+    "split_args_kwargs_into_chunks",
+]

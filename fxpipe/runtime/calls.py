@@ -51,6 +51,7 @@ class Chunks:
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     rows: tuple[int, ...] | None
+    check_unchanged: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,5 +97,6 @@ def split_call(call: Call, stages: Mapping[int, Stage], options: Options, n: int
             front.info.name_inputs(args, kwargs, partial=True)
             for args, kwargs in zip(split.args, split.kwargs, strict=True)
         ]
-        return Chunks([()] * n, named, split.rows)
-    return Chunks(list(split.args), [dict(k) for k in split.kwargs], split.rows)
+        return Chunks([()] * n, named, split.rows, split.check_unchanged)
+    kwargs = [dict(k) for k in split.kwargs]
+    return Chunks(list(split.args), kwargs, split.rows, split.check_unchanged)

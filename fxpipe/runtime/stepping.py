@@ -9,7 +9,7 @@ can follow.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,6 +71,7 @@ class StepRun:
         self.control: Control = peers.control
         self.trains = call.training and peers.has_loss
         self.leaves = InputLeaves()
+        self.check_unchanged: Callable[[], None] = lambda: None
         self.step = StepData(
             is_training=self.trains,
             weights=plan.weights,
@@ -117,6 +118,7 @@ class StepRun:
         session, n = self.session, self.session.program.num_microbatches
         call = self._with_routed_inputs()
         chunks = split_call(call, session.stages, session.options, n)
+        self.check_unchanged = chunks.check_unchanged
         self.step.targets = None
         if session.has_last_stage and call.target is not None:
             self.step.targets, _ = split_target(call.target, n, self.plan.rows)
@@ -170,6 +172,7 @@ class StepRun:
                 run_local(plan.executors, plan.order)
             else:
                 run_rank(plan.executors[0], self.control)
+            self.check_unchanged()
         except InterruptedStepError as interrupted:
             return self._drained(remote_error(interrupted.fault))
         except TransportError as error:

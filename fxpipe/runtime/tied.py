@@ -19,7 +19,16 @@ from torch import nn
 from fxpipe.errors import InputError
 from fxpipe.runtime.transport import Transport
 
-__all__ = ["GradStash", "TiedGroup", "TiedLocations", "broadcast", "find_tied", "local", "reduce"]
+__all__ = [
+    "GradStash",
+    "TiedGroup",
+    "TiedLocations",
+    "broadcast",
+    "find_tied",
+    "local",
+    "plain_name",
+    "reduce",
+]
 
 
 class TiedLocations(Protocol):
@@ -161,11 +170,12 @@ def _give(copies: Sequence[nn.Parameter], total: torch.Tensor) -> None:
 
 def _parameter(module: nn.Module, name: str, stage: int) -> nn.Parameter:
     for found, parameter in module.named_parameters(remove_duplicate=False):
-        if _plain(found) == name:
+        if plain_name(found) == name:
             return parameter
     raise InputError(f"stage {stage} has no parameter {name!r}, which is tied to another stage's")
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers add."""
     wrappers = ("module", "_orig_mod", "_checkpoint_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -1,12 +1,17 @@
 """Look at it: pictures of pipes and timelines, and the report."""
 
+from fxpipe.viz.graph import draw_pipe, pipe_dot, pipe_mermaid, pipe_svg
 from fxpipe.viz.terminal import TimelineView, print_timeline, timeline_text
 from fxpipe.viz.timeline import draw_program, draw_timeline, stretch, timeline_svg
 
 __all__ = [
     "TimelineView",
+    "draw_pipe",
     "draw_program",
     "draw_timeline",
+    "pipe_dot",
+    "pipe_mermaid",
+    "pipe_svg",
     "print_timeline",
     "stretch",
     "timeline_svg",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import FxpipeError
 
-__all__ = ["PLAIN", "Unit", "count_text", "nice_ticks", "number_text"]
+__all__ = ["PLAIN", "Unit", "count_text", "flops_text", "nice_ticks", "number_text"]
 
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _BYTES = {"bytes": 1.0}
@@ -56,8 +56,13 @@ def number_text(value: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """A count of parameters or operations: 950, 12.4 k, 70.6 B."""
-    return _scaled(value, 1000, ("", "k", "M", "B", "T", "P", "E"))
+    """A count, such as of parameters: 950, 12.4 k, 70.6 B."""
+    return _scaled(value, 1000, ("", "k", "M", "B", "T"))
+
+
+def flops_text(value: float) -> str:
+    """Operations: 12.4 MFLOPs, 3.2 PFLOPs."""
+    return _scaled(value, 1000, ("FLOPs", "kFLOPs", "MFLOPs", "GFLOPs", "TFLOPs", "PFLOPs"))
 
 
 def nice_ticks(end: float, most: int) -> list[float]:

@@ -11,7 +11,7 @@ CSS colour for SVG and `#rrggbb` for PNG. The y axis points down.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "arrow_head",
     "fit_text",
     "label_extent",
+    "moved",
     "text_width",
 ]
 
@@ -120,6 +121,13 @@ def label_extent(label: Label) -> tuple[float, float, float, float]:
     width = text_width(label.text, label.size, bold=label.bold)
     left = label.x - {"start": 0.0, "middle": width / 2, "end": width}[label.anchor]
     return left, label.y - 0.76 * label.size, left + width, label.y + 0.24 * label.size
+
+
+def moved(item: Item, right: float, down: float) -> Item:
+    """The item at another place."""
+    if isinstance(item, (Box, Label)):
+        return replace(item, x=item.x + right, y=item.y + down)
+    return replace(item, points=tuple((x + right, y + down) for x, y in item.points))
 
 
 def arrow_head(line: Line) -> tuple[tuple[float, float], ...]:

@@ -15,6 +15,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
 from fxpipe.viz.gantt import Options, lay_out_timeline
 from fxpipe.viz.numbers import Unit
+from fxpipe.viz.pdf import write_pdf
 from fxpipe.viz.png import write_png
 from fxpipe.viz.svg import write_svg
 from fxpipe.viz.terminal import timeline_text
@@ -22,7 +23,7 @@ from fxpipe.viz.trace_events import write_trace_events
 
 __all__ = ["draw_program", "draw_timeline", "stretch", "timeline_svg"]
 
-_FORMATS = (".svg", ".png", ".json", ".txt")
+_FORMATS = (".svg", ".png", ".pdf", ".json", ".txt")
 
 
 def draw_timeline(
@@ -42,8 +43,8 @@ def draw_timeline(
 ) -> Path:
     """Write a picture of the timeline and return its path.
 
-    The ending of `path` says what is written: `.svg`, `.png`, `.json` (trace events for
-    Perfetto and chrome://tracing) or `.txt`.
+    The ending of `path` says what is written: `.svg`, `.png`, `.pdf`, `.json` (trace events
+    for Perfetto and chrome://tracing) or `.txt`.
 
     Args:
         measured: a second timeline of the same program, drawn below each rank's row in
@@ -96,7 +97,7 @@ def draw_timeline(
     if ending == ".svg":
         path.write_text(write_svg(scene), encoding="utf-8")
     else:
-        path.write_bytes(write_png(scene, scale=scale))
+        path.write_bytes(write_pdf(scene) if ending == ".pdf" else write_png(scene, scale=scale))
     return path
 
 

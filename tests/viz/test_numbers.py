@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from fxpipe.errors import FxpipeError
-from fxpipe.viz.numbers import Unit, count_text, nice_ticks, number_text
+from fxpipe.viz.numbers import Unit, count_text, flops_text, nice_ticks, number_text
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,11 @@ def test_unit_must_be_a_word():
 )
 def test_count_is_short(value, text):
     assert count_text(value) == text
+
+
+def test_operations_have_their_own_letters():
+    assert flops_text(3.2e9) == "3.20 GFLOPs"
+    assert flops_text(4e20) == "400000.0 PFLOPs"
 
 
 @pytest.mark.parametrize(

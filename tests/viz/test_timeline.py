@@ -31,7 +31,7 @@ def test_ending_chooses_the_format(tmp_path):
 
 def test_unknown_ending_lists_the_known_ones(tmp_path):
     with pytest.raises(
-        FxpipeError, match=r"'a\.gif'.*must end with one of \.svg, \.png, \.json, \.txt"
+        FxpipeError, match=r"'a\.gif'.*must end with one of \.svg, \.png, \.pdf, \.json, \.txt"
     ):
         draw_timeline(timeline_of("1F1B"), tmp_path / "a.gif")
 

@@ -137,17 +137,19 @@ class Visit(NamedTuple):
 
 # An action as the loop below sees it: in a well-formed program microbatch and peer are
 # numbers wherever they are used.
-_Row = Sequence[tuple[int, int, int, int, tuple[Action, ...]]]
+_Part = tuple[int, int, int, int, tuple[()]]
+_Row = Sequence[tuple[int, int, int, int, tuple[_Part, ...]]]
 
 
 def visit(program: Program, numbering: Numbering, times: Times | None = None) -> Visit:
     """Run the program in time order and return the order, also when it gets stuck."""
     times = times or unit_times(program.num_stages)
     ranks = cast(Sequence[_Row], program.ranks)
+    compute_times = times.compute
     reads, carried, arrived = numbering.reads, numbering.carried, numbering.num_values
-    writes = _writes_with_delay(program, numbering, times)
+    writes = _writes(program, numbering, times)
     # When each value is there for its reader; negative while it is not.
-    ready = [-1.0] * (2 * numbering.num_values)
+    ready = [-1.0] * (numbering.num_values * (1 + numbering.lowered))
     posted = bytearray(numbering.num_values)
     # Only the rank of a value's reader ever waits for it.
     waiting: dict[int, int] = {}
@@ -164,7 +166,7 @@ def visit(program: Program, numbering: Numbering, times: Times | None = None) ->
             while at < len(actions):
                 kind, stage, microbatch, peer, parts = actions[at]
                 if kind <= 3:
-                    bases, took = reads[kind][stage], times.compute[kind][stage]
+                    bases, took = reads[kind][stage], compute_times[kind][stage]
                 elif parts:
                     pair = program.ranks[rank][at]
                     bases, took, microbatch = numbering.of_pair(pair)[0], times.pair(pair), 0
@@ -206,17 +208,24 @@ def visit(program: Program, numbering: Numbering, times: Times | None = None) ->
             position[rank] += 1
             order.append(rank)
             free.append(rank)
-            for kind, stage, microbatch, _, _ in cast(_Row, done[4]) or (done,):
-                for base, delay in writes[kind][stage]:
-                    ready[base + microbatch] = now + delay
-                    if base + microbatch in waiting:
-                        free.append(waiting.pop(base + microbatch))
+            for kind, stage, microbatch, _, _ in done[4] or (done,):
+                stay, leave = writes[kind][stage]
+                for base in stay:
+                    ready[base + microbatch] = now
+                for base, delay in leave:
+                    number = base + microbatch
+                    ready[number] = now + delay
+                    if number in waiting:
+                        free.append(waiting.pop(number))
 
 
-def _writes_with_delay(
+def _writes(
     program: Program, numbering: Numbering, times: Times
-) -> list[list[tuple[tuple[int, float], ...]]]:
-    """For each compute kind and stage: what it writes, and how long that takes to arrive."""
+) -> list[list[tuple[list[int], list[tuple[int, float]]]]]:
+    """For each compute kind and stage: what stays on the rank, and what leaves with a delay.
+
+    A lowered program has transfers for the latter.
+    """
     rank_of = program.placement.stage_to_rank
     delays = {
         base: times.transfer(rank_of[value.stage], rank_of[value.peer], value)
@@ -224,6 +233,12 @@ def _writes_with_delay(
         if not numbering.lowered
     }
     return [
-        [tuple((base, delays.get(base, 0.0)) for base in bases) for bases in of_kind]
+        [
+            (
+                [base for base in bases if base not in delays],
+                [(base, delays[base]) for base in bases if base in delays],
+            )
+            for bases in of_kind
+        ]
         for of_kind in numbering.writes
     ]

@@ -7,6 +7,7 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Edges, Kind, Placement, Program, lower, parse_action, validate
+from fxpipe.program.generators import get_schedule
 
 ONE_F_ONE_B = dedent("""\
     rank 0: 0F0 0F1 0B0 0B1
@@ -253,3 +254,29 @@ def chain_with_pairs() -> Program:
         rank 0: 0F0 0F1 3F0 (0F2;3B0)OVERLAP_F_B (3F1;0B0)OVERLAP_F_B 3B1 0B1 3F2 3B2 0B2
         rank 1: 1F0 2F0 1F1 2F1 2B0 1B0 1F2 2F2 2B1 1B1 2B2 1B2
     """)
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_what_torch_lowers_is_read_and_found_sound(name):
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    program = get_schedule(name)(3, 6, 5)
+    stage_to_rank = program.placement.stage_to_rank
+    rows = {
+        rank: torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(
+                [torch_schedules._Action.from_str(str(action)) for action in actions]
+            ),
+            5,
+        )
+        for rank, actions in enumerate(program.ranks)
+    }
+    lowered = torch_schedules._add_send_recv(
+        rows, stage_to_rank=lambda stage: stage_to_rank[stage], num_stages=6
+    )
+    text = "".join(",".join(map(str, lowered[rank])) + "\n" for rank in range(3))
+
+    read = Program.from_csv(text)
+
+    assert read.to_csv() == text
+    validate(read)

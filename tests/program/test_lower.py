@@ -1,5 +1,6 @@
 """Lowering adds what it should, where it should, and changes nothing else."""
 
+import random
 from textwrap import dedent
 
 import pytest
@@ -17,8 +18,10 @@ from fxpipe.program import (
     find_faults,
     fuse_backward,
     lower,
+    reads,
     simulate,
     validate,
+    writes,
 )
 from tests.program.grid import LOWERINGS, programs
 from tests.program.oracle import finishes, is_sound
@@ -330,3 +333,69 @@ def test_messages_ordered_by_the_real_costs_never_wait_for_each_other(name, late
     ordered = simulate(lower(program, fuse=False, costs=costs), costs, streams="direction")
 
     assert ordered.makespan <= alone.makespan * 1.001
+
+
+def random_program(chance: random.Random) -> tuple[Program, Edges]:
+    """Any order that respects the dependencies, on any placement and graph of stages."""
+    num_stages = chance.randint(1, 6)
+    num_ranks = chance.randint(1, num_stages)
+    extra = [chance.randrange(num_ranks) for _ in range(num_stages - num_ranks)]
+    stage_to_rank = [*range(num_ranks), *extra]
+    chance.shuffle(stage_to_rank)
+    links = {
+        (source, target): chance.random() < 0.8
+        for source in range(num_stages)
+        for target in range(source + 1, num_stages)
+        if target == source + 1 or chance.random() < 0.2
+    }
+    edges = Edges.of(num_stages, [Edge(*ends, flag) for ends, flag in links.items()])
+    num_microbatches = chance.randint(1, 5)
+    left = []
+    for stage in range(num_stages):
+        for microbatch in range(num_microbatches):
+            is_split = chance.random() < 0.5
+            kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if is_split else (Kind.BACKWARD,)
+            left += [Action(kind, stage, microbatch) for kind in (Kind.FORWARD, *kinds)]
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    made = set()
+    while left:
+        ready = [action for action in left if made.issuperset(reads(action, edges))]
+        action = chance.choice(ready)
+        left.remove(action)
+        made.update(writes(action, edges))
+        ranks[stage_to_rank[action.stage]].append(action)
+    placement = Placement(num_ranks, tuple(stage_to_rank))
+    return Program.of(placement, num_microbatches, ranks), edges
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_program_on_any_graph_is_lowered_to_a_sound_one(seed):
+    program, edges = random_program(random.Random(seed))
+
+    validate(program, edges)
+    for options in LOWERINGS.values():
+        lowered = lower(program, edges, **options)
+        assert is_sound(lowered, edges, "pair")
+        assert is_sound(lowered, edges, "direction")
+    assert is_sound(lower(program, edges, receives="latest"), edges, "direction")
+
+
+@pytest.mark.parametrize("name", programs())
+def test_every_schedule_copes_with_skips_and_edges_without_gradient(name):
+    program = programs()[name]
+    chance = random.Random(name)
+    stages = range(program.num_stages)
+    edges = Edges.of(
+        program.num_stages,
+        [
+            Edge(source, target, chance.random() < 0.7)
+            for source in stages
+            for target in stages[source + 1 :]
+            if target == source + 1 or chance.random() < 0.3
+        ],
+    )
+
+    validate(program, edges)
+    for receives in ("early", "late"):
+        assert is_sound(lower(program, edges, receives=receives), edges, "pair")
+    assert is_sound(lower(program, edges, receives="latest"), edges, "direction")

@@ -81,13 +81,22 @@ def capture(
     ]
     opened = set(opened)
     failure: Exception | None = None
+    fixed: TracedGraph | None = None
     for attempt in attempts:
+        dims = attempt()
         try:
-            return _capture(module, call, named, opened, splits or {}, attempt())
+            found = _capture(module, call, named, opened, splits or {}, dims)
         except FxpipeError:
             raise
         except Exception as error:
-            failure = failure or error
+            failure = error
+            continue
+        # With all sizes open a model may insist on the batch; alone it may be free.
+        if set(dims.values()) & {"batch"} <= set(found.symbols):
+            return found
+        fixed = fixed or found
+    if fixed is not None:
+        return fixed
     assert failure is not None
     raise failure
 

@@ -26,7 +26,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.preserve import local_tensor, preserved
-from fxpipe.graph.realrun import grown, run_real
+from fxpipe.graph.realrun import run_real
+from fxpipe.graph.sized import grown
 from fxpipe.graph.structure import map_leaves
 
 __all__ = [

@@ -107,7 +107,7 @@ class Flow:
     def needs(self, stage: int) -> dict[fx.Node, None]:
         """Return the tensors of earlier stages that a stage reads, as nodes."""
         local, found = self._reach(stage, self.own(stage))
-        for name in sorted(self._missing_sizes(stage, local, found)):
+        for name in sorted(self._missing_sizes(local, found)):
             for part in self.sendable(self._size_node(name, stage)):
                 found[part] = None
         return found
@@ -158,6 +158,13 @@ class Flow:
             )  # fmt: skip
             self.stage_of[made] = first
         self.lent[stage][placeholder] = made
+
+    def _first_stage(self, node: fx.Node) -> int | None:
+        if not is_free(node):
+            return self.stage_of[node]
+        if node.op != "placeholder":
+            return None
+        return next((s for s in range(self.num_stages) if node in self.inputs(s)), None)
 
     def _behind_inputs(self) -> fx.Node:
         inputs = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
@@ -268,30 +275,34 @@ class Flow:
             elif isinstance(spec, sympy.Symbol) and spec.name not in self.traced.symbols:
                 self._numbers.setdefault(spec.name, node)
 
-    def _missing_sizes(
-        self, stage: int, local: Iterable[fx.Node], received: Iterable[fx.Node]
-    ) -> set[str]:
-        local = list(local)
-        used = {name for node in local for name in symbols_in((node.args, node.kwargs))}
-        for node in local:
-            if node.meta.get("only") is not None:
-                used |= {name for _, s in walk(node.meta.get("spec")) for name in _spec_symbols(s)}
-        have = {
-            name
-            for name, places in self._where_sizes.items()
-            for node, _ in places
-            if node in set(received) or (node in set(local))
-        }
-        return used - have - self._numbers.keys()
+    def _missing_sizes(self, local: Iterable[fx.Node], received: Iterable[fx.Node]) -> set[str]:
+        """Return the sizes that a stage uses before it has a tensor to read them off."""
+        local = set(local)
+        known = {*received, *(node for node in local if node.op == "placeholder")}
+        have = {name for node in known for name in _plain_sizes(node)}
+        missing: set[str] = set()
+        for node in self.traced.graph.nodes:
+            if node in local:
+                used = set(symbols_in((node.args, node.kwargs)))
+                missing |= used - have - self._numbers.keys()
+                have |= set(_plain_sizes(node))
+                if node.meta.get("only") is not None:
+                    for _, spec in walk(node.meta.get("spec")):
+                        missing |= _spec_symbols(spec) - have
+        return missing
 
     def _size_node(self, name: str, stage: int) -> fx.Node:
-        places = self._where_sizes.get(name, [])
-        candidates = [(n, d) for n, d in places if n in self.stage_of and self.stage_of[n] < stage]
-        for node, dim in candidates:
+        for node, dim in self._where_sizes.get(name, []):
+            made_in = self._first_stage(node)
+            if made_in is None or made_in >= stage:
+                continue
             for user in node.users:
-                if user.target == "size" and user.args[1:] == (dim,):
+                if user.target == "size" and user.args[1:] == (dim,) and user in self.stage_of:
                     return user
-            return self._add(node, "call_method", "size", (node, dim), name, sympy.Symbol(name))
+            behind = self._behind_inputs() if is_free(node) else node
+            made = self._add(behind, "call_method", "size", (node, dim), name, sympy.Symbol(name))
+            self.stage_of[made] = made_in
+            return made
         raise SplitError(
             f"stage {stage} needs the size {name}, and no earlier stage has it; move the split"
         )
@@ -310,6 +321,13 @@ def accessor_of(node: fx.Node, key: Any) -> fx.Node | None:
         if user.meta.get("accessor") and user.args[0] is node and user.args[1:] == (key,):
             return user
     return None
+
+
+def _plain_sizes(node: fx.Node) -> list[str]:
+    spec = node.meta.get("spec")
+    if not isinstance(spec, TensorSpec):
+        return []
+    return [size.name for size in spec.shape if isinstance(size, sympy.Symbol)]
 
 
 def _spec_symbols(spec: Any) -> frozenset[str]:

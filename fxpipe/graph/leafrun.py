@@ -9,19 +9,23 @@ does not run. Code that may call `pipe_split()` always runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph import markers
 from fxpipe.graph.fake import FakeState, Left
+from fxpipe.graph.preserve import preserved
 from fxpipe.graph.realrun import run_real
-from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, walk
+from fxpipe.graph.sized import Values, exprs_in, hints_of, learn_sizes, number_at
+from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, mutable_parts, walk
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
 
@@ -47,7 +51,7 @@ class LeafRuns:
         self._outcomes: dict[Hashable, LeafOutcome] = {}
         self._kinds: dict[int, Hashable] = {}
         self._alive: list[Any] = []
-        self.touched: set[int] | None = set()
+        self._touched: set[int] | None = set()
         self.runs = 0
 
     def run(
@@ -55,62 +59,83 @@ class LeafRuns:
     ) -> LeafOutcome:
         """Return the outcome of a call; its tensors are new objects each time."""
         key = self._key(module, args, kwargs)
-        if key is not None and key in self._outcomes:
-            known = self._outcomes[key]
-            return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
-        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
-        inside = contents((args, kwargs))
-        self.touched = set()
-        output = self._run(module, call, args, kwargs)
-        changed = tuple(
-            index
-            for index, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-            if tensor._version != version
-        )
-        touched = self.touched
-        untouched = tuple(
-            index
-            for index, tensor in enumerate(tensors)
-            if touched is not None and id(tensor) not in touched
-        )
-        if any(leaf is tensor for _, leaf in walk(output) for tensor in tensors):
-            untouched = ()
-        outcome = LeafOutcome(map_leaves(_fresh_leaf, output), changed, untouched)
-        if key is not None and inside == contents((args, kwargs)):
+        if key is None or key not in self._outcomes:
+            before = contents((args, kwargs))
+            outcome = self._run(module, call, args, kwargs)
+            if key is None or contents((args, kwargs)) != before:
+                return outcome
             self._outcomes[key] = outcome
-            return dataclasses.replace(outcome, output=map_leaves(_fresh_leaf, outcome.output))
-        return outcome
+        known = self._outcomes[key]
+        return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
+
+    def run_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        """Return what a function returns, in a list, by running it at plain sizes."""
+        try:
+            outcome = self._run_sized(None, func, args, kwargs)
+        except Exception:
+            return []
+        return [] if outcome is None or outcome.changed else [outcome.output]
 
     def touch(self, args: Iterable[Any]) -> None:
         """Take note of the tensors that an operation inside a leaf uses."""
-        if self.touched is None:
+        if self._touched is None:
             return
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                self.touched.add(id(arg))
+                self._touched.add(id(arg))
             elif isinstance(arg, (tuple, list)):
                 self.touch(arg)
 
-    def _run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome:
         self.runs += 1
         try:
-            return call(*args, **kwargs)
+            return self._run_sized(module, call, args, kwargs) or self._run_as_is(
+                call, args, kwargs
+            )
         except Exception as error:
             failure = error
-        return self._run_real(module, call, args, kwargs, failure)
-
-    def _run_real(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        failure: Exception,
-    ) -> Any:
-        self.touched = None  # real tensors were used; which fakes they stand for is lost
         with Left(self._mode), self._state.real():
-            return run_real(self._mode, module, call, args, kwargs, failure)
+            output = run_real(self._mode, module, call, args, kwargs, failure)
+        return LeafOutcome(output, (), ())
+
+    def _run_sized(
+        self, module: nn.Module | None, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome | None:
+        """Run at two sets of plain sizes; None if that does not tell the output's sizes."""
+        env = self._mode.shape_env
+        assert env is not None
+        known = exprs_in((args, kwargs), env)
+        hints = hints_of(known, env) if known else None
+        if hints is None or any(_is_opaque(part) for part in mutable_parts((args, kwargs))):
+            return None
+        first: LeafOutcome | None = None
+
+        def run_at(values: Values) -> Any:
+            nonlocal first
+            kept = preserved(module) if module is not None else contextlib.nullcontext()
+            with kept, _cached(self._mode):
+                outcome = self._run_as_is(call, *_at_sizes((args, kwargs), env, values))
+            first = first or outcome
+            return outcome.output
+
+        found = learn_sizes(self._mode, hints, known, run_at)
+        assert first is not None
+        return dataclasses.replace(first, output=found[0]) if found else None
+
+    def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        self._touched = set()
+        output = call(*args, **kwargs)
+        touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
+        changed = [t._version != v for t, v in zip(tensors, versions, strict=True)]
+        return LeafOutcome(
+            map_leaves(_fresh_leaf, output),
+            tuple(index for index, was_changed in enumerate(changed) if was_changed),
+            tuple(index for index, tensor in enumerate(tensors) if id(tensor) not in touched),
+        )
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
         described = []
@@ -136,26 +161,66 @@ class LeafRuns:
         return self._kinds[id(module)]
 
 
-def fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new fake tensor that looks like this one and may be changed in place."""
+def _is_opaque(value: Any) -> bool:
+    return type(value) not in (list, dict)
+
+
+@contextlib.contextmanager
+def _cached(mode: FakeTensorMode) -> Iterator[None]:
+    # Torch's own cache pays off where sizes are plain numbers.
+    mode.cache_enabled = True
+    try:
+        yield
+    finally:
+        mode.cache_enabled = False
+
+
+def _at_sizes(value: Any, env: ShapeEnv, values: Values) -> Any:
+    """Return arguments with every tensor at plain sizes."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return number_at(leaf, env, values)
+        if not isinstance(leaf, torch.Tensor) or not _is_symbolic(leaf):
+            return leaf
+        if id(leaf) not in memo:
+            memo[id(leaf)] = fresh(
+                leaf,
+                [number_at(size, env, values) for size in leaf.shape],
+                [number_at(step, env, values) for step in leaf.stride()],
+            )
+        return memo[id(leaf)]
+
+    return map_leaves(one, value)
+
+
+def _is_symbolic(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
+
+
+def fresh(tensor: torch.Tensor, shape: Any = None, stride: Any = None) -> torch.Tensor:
+    """Return a new fake tensor like this one, or of another size, that may be changed."""
+    shape = tensor.shape if shape is None else shape
+    stride = tensor.stride() if stride is None else stride
     with torch.enable_grad():
         if tensor.requires_grad:
             anchor = torch.empty((), device=tensor.device, requires_grad=True)
-            made: torch.Tensor = _Grown.apply(anchor, tensor)
+            made: torch.Tensor = _Grown.apply(anchor, tensor, shape, stride)
             return made
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 
 
 class _Grown(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    def forward(
+        ctx: Any, anchor: torch.Tensor, like: torch.Tensor, shape: Any, stride: Any
+    ) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None
+        return None, None, None, None
 
 
 def _fresh_leaf(leaf: Any) -> Any:

@@ -40,10 +40,11 @@ def choose_repeated(flow: Flow) -> list[list[str]]:
         for node in needed:
             chain = _chain(flow, node, stage, needed)
             if chain is not None and _is_worth_it(flow, node, stage, chain):
+                extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
+                for placeholder in sorted(extra):
+                    flow.lend(placeholder, stage)
                 flow.repeated[stage] |= chain.nodes
                 flow.stand_ins[stage].update(chain.stand_ins)
-                for extra in sorted(chain.reads - flow.inputs(stage)):
-                    flow.lend(extra, stage)
                 names.append(node.name)
         chosen.append(names)
     return chosen

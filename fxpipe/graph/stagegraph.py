@@ -236,11 +236,19 @@ class StageWriter:
             if number is not None:
                 self._sizes[name] = self.copy(number)
             else:
+                if name not in self._dims:
+                    self._read_inputs_with(name)
                 tensor, dim = self._dims[name]
                 self._sizes[name] = self._graph.create_node(
                     "call_method", "size", (tensor, dim), {}, name
                 )
         return self._sizes[name]
+
+    def _read_inputs_with(self, name: str) -> None:
+        for node in self._flow.inputs(self._stage):
+            spec = node.meta["spec"]
+            if isinstance(spec, TensorSpec) and name in spec.symbols:
+                self._input(node)
 
     def _note_dims(self, node: fx.Node) -> None:
         spec = node.meta.get("spec")

@@ -69,6 +69,8 @@ def branch(value: Any) -> Branch | None:
     if kind is dict:
         keys = tuple(value)
         return Branch(_items(keys), tuple(value.values()), _dict_maker(keys), True)
+    if kind is torch.Size and any(isinstance(size, torch.SymInt) for size in value):
+        return Branch(_items(range(len(value))), tuple(value), torch.Size, False)
     if isinstance(value, _ATOMS) or getattr(kind, "is_atom", False):
         return None
     if isinstance(value, tuple):

@@ -155,8 +155,6 @@ class Tape:
             return STAGE_DEVICE if value in self.trace_devices else value
         if isinstance(value, slice):
             return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
-        if isinstance(value, torch.Size):
-            return tuple(self.argument(size) for size in value)
         known = self._known_object(value)
         if known is not None:
             return known
@@ -198,6 +196,10 @@ class Tape:
         return self._state[name]
 
     def _constant(self, value: Any) -> Any:
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+            return value.item()  # a numpy number: graph code has no numpy
+        if isinstance(value, torch.Size):
+            return tuple(value)
         if isinstance(value, WRITABLE) or (
             isinstance(value, type) and value.__module__ == "builtins"
         ):

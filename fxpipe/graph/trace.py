@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -211,6 +212,7 @@ class Trace(TorchFunctionMode):
             lambda leaf: self._alias(leaf) if id(leaf) in known - in_place else leaf, output
         )
         op, target, node_args, node_kwargs = _as_node(func, args, kwargs, name)
+        node_args, node_kwargs = _plain_tuples(node_args), _plain_tuples(node_kwargs)
         node = self.tape.write(op, target, self._argument(node_args), self._argument(node_kwargs))
         self.tape.adopt(node, output, tensors)
         for tensor in changed:
@@ -218,10 +220,11 @@ class Trace(TorchFunctionMode):
         return output
 
     def _decision(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with Left(self._mode):
-            found = self._decisions.settled(args[0])
-            if found:
-                return func(found[0], *args[1:], **kwargs)
+        if isinstance(args[0], FakeTensor):
+            with Left(self._mode):
+                found = self._decisions.settled(args[0])
+                if found:
+                    return func(found[0], *args[1:], **kwargs)
         if self._leaf_stack:
             self._leaves.touch(args)
             return func(*args, **kwargs)
@@ -236,6 +239,12 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise TraceError(self._data_dependent(func)) from None
+        except Exception:
+            # Some operations cannot follow symbols; learn the sizes like those of a leaf.
+            found = self._leaves.run_function(func, args, kwargs)
+            if not found:
+                raise
+            return found[0]
         finally:
             self._busy = False
 
@@ -416,6 +425,17 @@ def _as_node(func: Any, args: Any, kwargs: Any, name: str | None) -> tuple[str, 
     if args and isinstance(args[0], torch.Tensor) and _is_method(func, called):
         return "call_method", called, args, kwargs
     return "call_function", func, args, kwargs
+
+
+def _plain_tuples(value: Any) -> Any:
+    """Return arguments with tuples in place of torch.Size, which torch takes as well."""
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if type(value) in (tuple, list):
+        return type(value)(map(_plain_tuples, value))
+    if type(value) is dict:
+        return {key: _plain_tuples(part) for key, part in value.items()}
+    return value
 
 
 def _is_method(func: Any, name: str) -> bool:

@@ -61,9 +61,7 @@ def plain(name: str) -> str:
     return name
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
-)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_ddp_stages_average_over_replicas(schedule: str) -> None:
     run_on_ranks(4, two_by_two, schedule, "ddp")
 

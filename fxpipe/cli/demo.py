@@ -20,6 +20,7 @@ from fxpipe.cli.output import bar, examples, make_table, out, writable
 from fxpipe.cli.pipes import stage_table
 from fxpipe.cli.training import StepReport, Trainer, TrainSettings
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.program.generators import get_schedule
 
 __all__ = [
     "check_difference",
@@ -103,12 +104,18 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
     from fxpipe.program import simulate
     from fxpipe.viz import draw_timeline, stretch
     from fxpipe.viz.graph import draw_pipe
+    from fxpipe.viz.report import write_report
 
     traced, program = trainer.traced, trainer.program
     measured = trainer.schedule.timeline
     simulated = simulate(program)
-    simulated = stretch(simulated, sum(measured.busy) / sum(simulated.busy))
+    factor = sum(measured.busy) / sum(simulated.busy)
     title = f"{_MODEL}, {program.name}: simulated above, measured below"
+    others = [get_schedule(name)(2, 2, program.num_microbatches) for name in ("GPipe", "ZBH1")]
+    candidates = [
+        (f"{program.name}, measured", program, measured),
+        *((p.name, p, stretch(simulate(p), factor)) for p in (program, *others)),
+    ]
     return [
         *(
             draw_pipe(traced.pipe, folder / f"gpt.{ending}", title=_MODEL, sizes=traced.sizes)
@@ -116,13 +123,22 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
         ),
         *(
             draw_timeline(
-                simulated,
+                stretch(simulated, factor),
                 folder / f"timeline.{ending}",
                 title=title,
                 measured=measured,
                 time_unit="s",
             )
             for ending in ("svg", "png", "json")
+        ),
+        write_report(
+            folder / "report.html",
+            candidates,
+            pipe=traced.pipe,
+            sizes=traced.sizes,
+            title=f"{_MODEL} on two processes",
+            notes=("Simulated steps take as long as the measured one computes.",),
+            time_unit="s",
         ),
     ]
 

@@ -22,6 +22,7 @@ __all__ = [
     "Seq",
     "Split",
     "Stages",
+    "complete_model",
     "complete_schedule",
 ]
 

@@ -8,7 +8,7 @@ from fxpipe.cli import demo
 from fxpipe.errors import FxpipeError
 from tests.cli.run import fails, fxpipe
 
-PICTURES = ("gpt.svg", "gpt.png", "timeline.svg", "timeline.png", "timeline.json")
+PICTURES = ("gpt.svg", "gpt.png", "timeline.svg", "timeline.png", "timeline.json", "report.html")
 
 
 def test_trains_beside_the_plain_model_and_draws(

@@ -1,0 +1,50 @@
+"""`fxpipe report`: one HTML file."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.run import fails, fxpipe, fxpipe_json
+
+
+def test_a_model_with_all_schedules_that_fit(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.html"
+
+    found = fxpipe_json(
+        "report", "models/unet.py:build", "-p", "2", "-s", "4", "-m", "2,4", "--out", str(path)
+    )
+
+    assert found["report"] == str(path)
+    assert "ZBVZeroBubble, 4 microbatches" in found["schedules"]
+    assert "VMin, 2 microbatches" in found["schedules"]
+    assert not any(name.startswith("1F1B") for name in found["schedules"])
+    text = path.read_text()
+    assert "models/unet.py:build, 4 stages on 2 ranks" in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+
+
+def test_schedules_alone_and_a_program_from_a_file(tmp_path: Path) -> None:
+    program, path = tmp_path / "mine.csv", tmp_path / "report.html"
+    program.write_text("0F0,0B0\n1F0,1B0\n")
+
+    text = fxpipe(
+        "report", "-p", "2", "--schedule", "1f1b", "--schedule", str(program), "-o", str(path)
+    )
+
+    assert text == f"wrote {path}\n"
+    assert "mine, 1 microbatches" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--split", "blocks.1"), "--split, --inputs and --seq are for a model; name one"),
+        (("-m", "4,x"), "--microbatches is a number from 1 up, or several with commas: '4,x'"),
+        (("-m", "0"), "--microbatches is a number from 1 up"),
+        (("-p", "2", "-s", "3"), "the number of stages must be a multiple of 2"),
+        (("--schedule", "zbv", "-s", "4"), "ZBVZeroBubble is not defined for these sizes"),
+        (("--out", "report.pdf"), "a report is an HTML file"),
+    ],
+)
+def test_refuses(arguments: tuple[str, ...], message: str) -> None:
+    assert message in fails("report", *arguments)

@@ -4,7 +4,8 @@ from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, r
 from fxpipe.program.compare import Compared, Comparison, compare
 from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
 from fxpipe.program.faults import Fault, FaultKind
-from fxpipe.program.lower import fuse_backward, lower
+from fxpipe.program.fuse import fuse_backward
+from fxpipe.program.lower import lower
 from fxpipe.program.program import Placement, Program, Step
 from fxpipe.program.simulate import simulate
 from fxpipe.program.text import parse_action

@@ -8,6 +8,13 @@ Both halves of a transfer are added while visiting its producer, so two ranks
 always list their messages in the same order. Keep it that way: a recv that is
 moved later by itself can leave both ranks waiting for each other.
 
+What costs time is that order, not how early a receive is posted. On a communicator
+that two ranks share for both directions, a message waits for all before it, so messages
+stand in the order in which they become ready. Simulated with a latency of 0.1 and 0.3
+of a forward, every schedule without pairs then runs as if each message had a channel of
+its own if directions have a communicator each, and within 1% on average if they
+share one. Late receives save receive buffers, but the latency shows: 12% on average.
+
 Why "late" receives cannot stall. Let the visit be the clock. SEND k of a pair of
 ranks stands at its time t(k), its RECV at r(k) >= t(k), before its reader and before
 the next operation of the pair on the receiving rank. Claim: transfer k is complete at
@@ -22,7 +29,7 @@ stream per pair.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -30,12 +37,14 @@ from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Kind, recv_of, send_of, writes
 from fxpipe.program.costs import Costs
 from fxpipe.program.faults import report
-from fxpipe.program.numbering import COMPUTE_KINDS, SEND_KINDS, Numbering
+from fxpipe.program.fuse import fuse_backward
+from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.program.program import Program
 from fxpipe.program.validate import check_contents, validate
 from fxpipe.program.walk import Times, check_edges, visit
 
-__all__ = ["Receives", "fuse_backward", "lower"]
+__all__ = ["Receives", "lower"]
 
 Receives = Literal["early", "late", "latest"]
 
@@ -89,12 +98,12 @@ def lower(
             ranks = _delay_receives(fused, edges, ranks, receives)
         if reduce_grad:
             ranks = [
-                _add_reductions(actions, program.placement.stages_of(rank))
+                add_reductions(actions, program.placement.stages_of(rank))
                 for rank, actions in enumerate(ranks)
             ]
         if max_unsharded is not None:
             ranks = [
-                _add_sharding(rank, actions, len(program.placement.stages_of(rank)), max_unsharded)
+                add_sharding(rank, actions, len(program.placement.stages_of(rank)), max_unsharded)
                 for rank, actions in enumerate(ranks)
             ]
         lowered = Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
@@ -138,70 +147,6 @@ def _fused_and_ordered(
         validate(program, edges)
         raise AssertionError("joining halves of backwards made the program get stuck")
     return fused, order
-
-
-def fuse_backward(
-    program: Program, edges: Edges | None = None, *, keep_input_backward: Collection[int] = ()
-) -> Program:
-    """Join the halves of a backward where splitting it gains nothing.
-
-    A stage to which no gradient-returning edge leads (usually the first) has nobody to
-    send an early gradient to. Its I becomes nothing and its W the whole B, unless the
-    stage is in `keep_input_backward` because a model input needs its gradient.
-
-    Elsewhere I directly followed by W of the same stage and microbatch becomes B, if no
-    gradient of I goes to another rank, which would have it later than before.
-    """
-    edges = check_edges(program, edges)
-    rank_of = program.placement.stage_to_rank
-    returns = [
-        [edge.source for edge in edges.into(stage) if edge.has_gradient]
-        for stage in range(program.num_stages)
-    ]
-    useless = {
-        stage
-        for stage in range(program.num_stages)
-        if not returns[stage] and stage not in keep_input_backward
-    }
-    joinable = {
-        stage
-        for stage in range(program.num_stages)
-        if all(rank_of[source] == rank_of[stage] for source in returns[stage])
-    }
-    ranks: list[Sequence[Action]] = []
-    for rank, given in enumerate(program.ranks):
-        stages = program.placement.stages_of(rank)
-        kept = given if useless.isdisjoint(stages) else _drop_useless(given, useless)
-        ranks.append(kept if joinable.isdisjoint(stages) else _join_neighbours(kept, joinable))
-    return Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
-
-
-def _drop_useless(actions: Iterable[Action], stages: set[int]) -> list[Action]:
-    kept: list[Action] = []
-    for action in actions:
-        if action.parts:
-            parts = _drop_useless(action.parts, stages)
-            kept += [Action.overlap(*parts)] if len(parts) == 2 else parts
-        elif action.stage not in stages or action.kind <= Kind.BACKWARD:
-            kept.append(action)
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            kept.append(action._replace(kind=Kind.BACKWARD))
-    return kept
-
-
-def _join_neighbours(actions: Iterable[Action], stages: set[int]) -> list[Action]:
-    joined: list[Action] = []
-    for action in actions:
-        if (
-            action.kind is Kind.BACKWARD_WEIGHT
-            and joined
-            and action.stage in stages
-            and joined[-1] == action._replace(kind=Kind.BACKWARD_INPUT)
-        ):
-            joined[-1] = action._replace(kind=Kind.BACKWARD)
-        else:
-            joined.append(action)
-    return joined
 
 
 def _add_transfers(program: Program, edges: Edges, order: list[int]) -> list[list[Action]]:
@@ -291,91 +236,3 @@ def _delay_receives(
             kept.append(action)
         delayed.append(kept)
     return delayed
-
-
-def _add_reductions(actions: list[Action], stages: Collection[int]) -> list[Action]:
-    """Reduce a stage once its last weight gradient is there and its sends are on their way."""
-    due: dict[int, list[Action]] = {}
-    reduced: set[int] = set()
-    behind_sends = len(actions)
-    for position in range(len(actions) - 1, -1, -1):
-        action = actions[position]
-        if not action.kind.is_send:
-            for part in action.parts or (action,):
-                adds = part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT
-                if adds and part.stage not in reduced:
-                    reduced.add(part.stage)
-                    due.setdefault(behind_sends, []).append(Action(Kind.REDUCE_GRAD, part.stage))
-            if len(reduced) == len(stages):
-                break
-            behind_sends = position
-    result: list[Action] = []
-    done = 0
-    for position in sorted(due):
-        result += actions[done:position] + due[position]
-        done = position
-    return result + actions[done:]
-
-
-def _add_sharding(
-    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
-) -> list[Action]:
-    """Keep the next stages to be used unsharded, as many as allowed.
-
-    A change stands right behind the compute action that makes room for it and its sends,
-    before any receive, so that gathering starts as early as it can.
-    """
-    sharded: list[Action] = []
-    unsharded: tuple[int, ...] = ()
-    done = 0
-    for position, wanted in reversed(_upcoming_stages(rank, actions, num_stages, max_unsharded)):
-        sharded += actions[done:position]
-        sharded += [Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted]
-        sharded += [Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded]
-        unsharded, done = wanted, position
-    return sharded + actions[done:] + [Action(Kind.RESHARD, stage) for stage in unsharded]
-
-
-def _upcoming_stages(
-    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
-) -> list[tuple[int, tuple[int, ...]]]:
-    """From which position on which stages are the next to be used; last position first."""
-    changes: list[tuple[int, tuple[int, ...]]] = []
-    passed = (*SEND_KINDS, Kind.REDUCE_GRAD)
-    queue: tuple[int, ...] = ()
-    head = -1
-    behind_sends = position = len(actions)
-    for action in reversed(actions):
-        position -= 1
-        kind, stage, _, _, parts = action
-        if kind > 3 and not parts:
-            if kind not in passed:
-                behind_sends = position
-            continue
-        if stage != head or parts:
-            used = list(dict.fromkeys(part.stage for part in parts)) if parts else [stage]
-            if len(used) > max_unsharded:
-                raise ScheduleError(
-                    f"rank {rank}, {action}: needs {len(used)} stages unsharded at once, "
-                    f"but max_unsharded is {max_unsharded}"
-                )
-            longer = (*used, *[other for other in queue if other not in used])
-            wanted = queue[:max_unsharded]
-            if wanted and not set(wanted).issuperset(longer[:max_unsharded]):
-                changes.append((behind_sends, wanted))
-            queue, head = longer, stage
-            if len(queue) == num_stages <= max_unsharded:
-                break  # all stages of the rank from the start to here
-        behind_sends = position
-    return [*changes, (0, _first_used(actions, queue[:max_unsharded]))]
-
-
-def _first_used(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The stages in the order in which they are first used."""
-    found: dict[int, None] = {}
-    for action in actions:
-        if action.kind <= 3 or action.parts:
-            found.update((p.stage, None) for p in action.parts or (action,) if p.stage in stages)
-            if len(found) == len(stages):
-                break
-    return tuple(found)

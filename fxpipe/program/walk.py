@@ -145,45 +145,29 @@ def visit(program: Program, numbering: Numbering, times: Times | None = None) ->
     """Run the program in time order and return the order, also when it gets stuck."""
     times = times or unit_times(program.num_stages)
     ranks = cast(Sequence[_Row], program.ranks)
-    compute_times = times.compute
-    reads, carried, arrived = numbering.reads, numbering.carried, numbering.num_values
-    writes = _writes(program, numbering, times)
-    # When each value is there for its reader; negative while it is not.
-    ready = [-1.0] * (numbering.num_values * (1 + numbering.lowered))
-    posted = bytearray(numbering.num_values)
-    # Only the rank of a value's reader ever waits for it.
-    waiting: dict[int, int] = {}
-    order: list[int] = []
-    position = [0] * len(ranks)
+    reads, writes = numbering.reads, _writes(program, numbering, times)
+    state = _State(numbering, len(ranks))
+    ready, waiting, free = state.ready, state.waiting, state.free
+    order, position = result = Visit([], [0] * len(ranks))
     finishing: dict[float, list[int]] = {}
     ends: list[float] = []
-    free = [*reversed(range(len(ranks)))]
     now = 0.0
     while True:
         while free:
             rank = free.pop()
             actions, at = ranks[rank], position[rank]
             while at < len(actions):
-                kind, stage, microbatch, peer, parts = actions[at]
+                kind, stage, microbatch, _, parts = actions[at]
                 if kind <= 3:
-                    bases, took = reads[kind][stage], compute_times[kind][stage]
+                    bases, end = reads[kind][stage], now
                 elif parts:
-                    pair = program.ranks[rank][at]
-                    bases, took, microbatch = numbering.of_pair(pair)[0], times.pair(pair), 0
-                else:
-                    if kind <= 7:
-                        number = carried[kind][stage][peer] + microbatch
-                        if kind & 1 == 0 and ready[number] < 0:
-                            break  # a SEND before its value is made: stuck for good
-                        posted[number] += 1
-                        if posted[number] == 2:
-                            ready[number + arrived] = now
-                            if number + arrived in waiting:
-                                free.append(waiting.pop(number + arrived))
+                    bases, end, microbatch = numbering.of_pair(program.ranks[rank][at])[0], now, 0
+                elif kind > 7 or state.post(program.ranks[rank][at], now):
                     order.append(rank)
                     at += 1
                     continue
-                end = now
+                else:
+                    break
                 for base in bases:
                     time = ready[base + microbatch]
                     if time < 0:
@@ -192,16 +176,17 @@ def visit(program: Program, numbering: Numbering, times: Times | None = None) ->
                     if time > end:
                         end = time
                 else:
-                    end += took
-                    if end in finishing:
-                        finishing[end].append(rank)
-                    else:
-                        finishing[end] = [rank]
+                    end += (
+                        times.pair(program.ranks[rank][at]) if parts else times.compute[kind][stage]
+                    )
+                    if end not in finishing:
+                        finishing[end] = []
                         heapq.heappush(ends, end)
+                    finishing[end].append(rank)
                 break
             position[rank] = at
         if not ends:
-            return Visit(order, position)
+            return result
         now = heapq.heappop(ends)
         for rank in finishing.pop(now):
             done = ranks[rank][position[rank]]
@@ -213,10 +198,39 @@ def visit(program: Program, numbering: Numbering, times: Times | None = None) ->
                 for base in stay:
                     ready[base + microbatch] = now
                 for base, delay in leave:
-                    number = base + microbatch
-                    ready[number] = now + delay
-                    if number in waiting:
-                        free.append(waiting.pop(number))
+                    ready[base + microbatch] = now + delay
+                    if base + microbatch in waiting:
+                        free.append(waiting.pop(base + microbatch))
+
+
+class _State:
+    """What is there, who waits for what, and who is free to go on, during a visit.
+
+    `ready[number]` is when a value is there for its reader, negative while it is not.
+    Only the rank of a value's reader ever waits for it.
+    """
+
+    def __init__(self, numbering: Numbering, num_ranks: int) -> None:
+        self.ready = [-1.0] * (numbering.num_values * (1 + numbering.lowered))
+        self.waiting: dict[int, int] = {}
+        self.free = [*reversed(range(num_ranks))]
+        self._numbering = numbering
+        self._posted: set[int] = set()
+
+    def post(self, transfer: Action, now: float) -> bool:
+        """Post half a transfer; False if it sends what is not made yet."""
+        kind, stage, microbatch, peer, _ = transfer
+        assert microbatch is not None and peer is not None
+        number = self._numbering.carried[kind][stage][peer] + microbatch
+        if kind.is_send and self.ready[number] < 0:
+            return False
+        if number in self._posted:
+            arrived = number + self._numbering.num_values
+            self.ready[arrived] = now
+            if arrived in self.waiting:
+                self.free.append(self.waiting.pop(arrived))
+        self._posted.add(number)
+        return True
 
 
 def _writes(

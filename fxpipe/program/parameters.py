@@ -1,0 +1,107 @@
+"""Add what sharded and replicated parameters need: UNSHARD, RESHARD and REDUCE_GRAD.
+
+In:  the actions of one rank, with transfers.
+Out: the same with parameter handling between them.
+
+A stage is reduced once a step, after its last weight gradient. The stages that a rank
+uses next are kept unsharded, as many as allowed, so that gathering the parameters of
+one overlaps with computing another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from fxpipe.errors import ScheduleError
+from fxpipe.program.action import Action, Kind
+from fxpipe.program.numbering import SEND_KINDS
+
+__all__ = ["add_reductions", "add_sharding"]
+
+
+def add_reductions(actions: list[Action], stages: Collection[int]) -> list[Action]:
+    """Reduce a stage once its last weight gradient is there and its sends are on their way."""
+    due: dict[int, list[Action]] = {}
+    reduced: set[int] = set()
+    behind_sends = len(actions)
+    for position in range(len(actions) - 1, -1, -1):
+        action = actions[position]
+        if not action.kind.is_send:
+            for part in action.parts or (action,):
+                adds = part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT
+                if adds and part.stage not in reduced:
+                    reduced.add(part.stage)
+                    due.setdefault(behind_sends, []).append(Action(Kind.REDUCE_GRAD, part.stage))
+            if len(reduced) == len(stages):
+                break
+            behind_sends = position
+    result: list[Action] = []
+    done = 0
+    for position in sorted(due):
+        result += actions[done:position] + due[position]
+        done = position
+    return result + actions[done:]
+
+
+def add_sharding(
+    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
+) -> list[Action]:
+    """Keep the next stages to be used unsharded, as many as allowed.
+
+    A change stands right behind the compute action that makes room for it and its sends,
+    before any receive, so that gathering starts as early as it can.
+    """
+    sharded: list[Action] = []
+    unsharded: tuple[int, ...] = ()
+    done = 0
+    for position, wanted in reversed(_upcoming_stages(rank, actions, num_stages, max_unsharded)):
+        sharded += actions[done:position]
+        sharded += [Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted]
+        sharded += [Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded]
+        unsharded, done = wanted, position
+    return sharded + actions[done:] + [Action(Kind.RESHARD, stage) for stage in unsharded]
+
+
+def _upcoming_stages(
+    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """From which position on which stages are the next to be used; last position first."""
+    changes: list[tuple[int, tuple[int, ...]]] = []
+    passed = (*SEND_KINDS, Kind.REDUCE_GRAD)
+    queue: tuple[int, ...] = ()
+    head = -1
+    behind_sends = position = len(actions)
+    for action in reversed(actions):
+        position -= 1
+        kind, stage, _, _, parts = action
+        if kind > 3 and not parts:
+            if kind not in passed:
+                behind_sends = position
+            continue
+        if stage != head or parts:
+            used = list(dict.fromkeys(part.stage for part in parts)) if parts else [stage]
+            if len(used) > max_unsharded:
+                raise ScheduleError(
+                    f"rank {rank}, {action}: needs {len(used)} stages unsharded at once, "
+                    f"but max_unsharded is {max_unsharded}"
+                )
+            longer = (*used, *[other for other in queue if other not in used])
+            wanted = queue[:max_unsharded]
+            if wanted and not set(wanted).issuperset(longer[:max_unsharded]):
+                changes.append((behind_sends, wanted))
+            queue, head = longer, stage
+            if len(queue) == num_stages <= max_unsharded:
+                break  # all stages of the rank from the start to here
+        behind_sends = position
+    return [*changes, (0, _first_used(actions, queue[:max_unsharded]))]
+
+
+def _first_used(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The stages in the order in which they are first used."""
+    found: dict[int, None] = {}
+    for action in actions:
+        if action.kind <= 3 or action.parts:
+            found.update((p.stage, None) for p in action.parts or (action,) if p.stage in stages)
+            if len(found) == len(stages):
+                break
+    return tuple(found)

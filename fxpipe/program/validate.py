@@ -25,7 +25,7 @@ holds for one stream per pair holds for one per direction too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
@@ -63,6 +63,8 @@ def find_faults(
     program: Program, edges: Edges | None = None, *, streams: Streams = "pair"
 ) -> tuple[Fault, ...]:
     """What `validate` would report, as data; empty if the program is sound."""
+    if streams not in get_args(Streams):
+        raise ScheduleError(f"streams is one of {get_args(Streams)}, got {streams!r}")
     edges = check_edges(program, edges)
     numbering = Numbering(
         program.placement, edges, program.num_microbatches, lowered=program.is_lowered

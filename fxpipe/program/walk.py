@@ -1,6 +1,6 @@
 """Visit the actions of all ranks in one order that respects every dependency.
 
-In:  a program whose actions are well formed (see `validate`).
+In:  a program, usually a valid one.
 Out: each action once, with its rank and position, never before what it reads.
 
 The order is that of time, as if a forward took one unit, each half of a backward
@@ -24,6 +24,8 @@ from typing import NamedTuple, cast
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value
+from fxpipe.program.census import take_census
+from fxpipe.program.faults import report
 from fxpipe.program.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
@@ -37,14 +39,17 @@ def walk(program: Program, edges: Edges | None = None) -> Iterator[Step]:
         ['0:0F0', '0:0F1', '1:1F0', '1:1B0', ...]
 
     Raises:
-        ScheduleError: some ranks wait for each other, or for something that is
-            never written. Raised before the first action is yielded; `validate`
-            says more.
+        ScheduleError: an action makes no sense by itself, or some ranks wait for each
+            other or for something that is never written. Raised before the first action
+            is yielded; `validate` says more.
     """
     edges = check_edges(program, edges)
     numbering = Numbering(
         program.placement, edges, program.num_microbatches, lowered=program.is_lowered
     )
+    _, faults = take_census(program, numbering)
+    if faults:
+        raise ScheduleError(report(program.name, faults))
     order, position = visit(program, numbering)
     stuck = [
         f"rank {rank} at position {position[rank]} ({actions[position[rank]]})"
@@ -142,7 +147,7 @@ _Row = Sequence[tuple[int, int, int, int, tuple[_Part, ...]]]
 
 
 def visit(program: Program, numbering: Numbering, times: Times | None = None) -> Visit:
-    """Run the program in time order and return the order, also when it gets stuck."""
+    """Run well-formed actions in time order; return the order, also when it gets stuck."""
     times = times or unit_times(program.num_stages)
     ranks = cast(Sequence[_Row], program.ranks)
     reads, writes = numbering.reads, _writes(program, numbering, times)

@@ -368,6 +368,13 @@ def test_an_edge_without_gradient_sends_none_back():
         validate(program)
 
 
+def test_an_unknown_model_of_streams_is_refused():
+    with pytest.raises(
+        ScheduleError, match=r"streams is one of \('pair', 'direction'\), got 'all'"
+    ):
+        validate(program_of(COMPUTE), streams="all")
+
+
 def test_edges_for_another_number_of_stages_are_refused():
     with pytest.raises(ScheduleError, match="edges are for 3 stages, the program has 2"):
         validate(program_of(COMPUTE), Edges.chain(3))

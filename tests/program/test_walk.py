@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program import Edges, Program, lower, reads, walk, writes
+from fxpipe.program import Action, Edges, Kind, Placement, Program, lower, reads, walk, writes
 from fxpipe.program.walk import step_table
 from tests.program.grid import LOWERINGS, programs
 
@@ -48,6 +48,13 @@ def test_a_walk_that_gets_stuck_says_where_before_it_starts():
 
     with pytest.raises(ScheduleError, match=r"stuck are rank 0 at position 1 \(0B0\), rank 1 at"):
         walk(program)
+
+
+def test_actions_that_make_no_sense_are_not_visited():
+    bad = Program.of(Placement.loop(1, 1), 1, [[Action(Kind.FORWARD, -1, 0)]])
+
+    with pytest.raises(ScheduleError, match="rank 0, position 0, -1F0: stages go from 0 to 0"):
+        walk(bad)
 
 
 def test_edges_for_another_number_of_stages_are_refused():

@@ -26,7 +26,7 @@ from fxpipe.cli.pipes import Traced, split_names, trace_model
 from fxpipe.cli.programs import default_stages, find_program, is_file_name, read_program
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.graph.interface import StageEdge
-from fxpipe.program import Edges, Program, Timeline, lower, simulate
+from fxpipe.program import Edge, Edges, Program, Timeline, lower, simulate
 from fxpipe.program.generators import SCHEDULES, get_schedule
 
 __all__ = ["edges_of", "report", "report_examples"]
@@ -121,7 +121,7 @@ def report(
 
 def edges_of(num_stages: int, edges: tuple[StageEdge, ...]) -> Edges:
     """The edges of a pipe as programs know them."""
-    return Edges.of(num_stages, [(edge.source, edge.target, edge.has_gradient) for edge in edges])
+    return Edges.of(num_stages, [Edge(e.source, e.target, e.has_gradient) for e in edges])
 
 
 def _counts(text: str | None, ranks: int) -> list[int]:

@@ -11,15 +11,16 @@ def test_a_model_with_all_schedules_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.html"
 
     found = fxpipe_json(
-        "report", "models/unet.py:build", "-p", "2", "-s", "4", "-m", "2,4", "--out", str(path)
-    )
+        "report", "models/gpt.py:build", "-p", "2", "--split", "blocks.1,blocks.2,blocks.3",
+        "-m", "2,4", "--out", str(path),
+    )  # fmt: skip
 
     assert found["report"] == str(path)
     assert "ZBVZeroBubble, 4 microbatches" in found["schedules"]
     assert "VMin, 2 microbatches" in found["schedules"]
     assert not any(name.startswith("1F1B") for name in found["schedules"])
     text = path.read_text()
-    assert "models/unet.py:build, 4 stages on 2 ranks" in text
+    assert "models/gpt.py:build, 4 stages on 2 ranks" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
 
 

@@ -1,0 +1,85 @@
+"""Parameters are gathered ahead and within bounds; gradients are reduced once."""
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.program import Kind, Program, lower
+from tests.program.grid import programs
+
+ONE_F_ONE_B = Program.parse("""
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+""")
+
+
+def test_gradients_are_reduced_once_after_the_last_one_and_its_sends():
+    lowered = lower(ONE_F_ONE_B, reduce_grad=True)
+
+    assert str(lowered).splitlines()[0].endswith("0RECV_B2 0B2 0REDUCE_GRAD")
+    assert str(lowered).splitlines()[1].endswith("1B2 1SEND_B2 1REDUCE_GRAD")
+    assert str(lowered).count("REDUCE_GRAD") == 2
+
+
+def test_a_forward_only_program_reduces_nothing():
+    program = Program.parse("rank 0: 0F0\nrank 1: 1F0")
+
+    assert "REDUCE" not in str(lower(program, reduce_grad=True))
+
+
+LOOPED = Program.parse("""
+    rank 0: 0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 2B0 2B1 0B0 0B1
+    rank 1: 1F0 1F1 3F0 3F1 5F0 5F1 5B0 5B1 3B0 3B1 1B0 1B1
+""")
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (
+            1,
+            "0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2RESHARD 4UNSHARD 4F0 4F1 4B0 4B1 "
+            "4RESHARD 2UNSHARD 2B0 2B1 2RESHARD 0UNSHARD 0B0 0B1 0RESHARD",
+        ),
+        (
+            2,
+            "0UNSHARD 2UNSHARD 0F0 0F1 0RESHARD 4UNSHARD 2F0 2F1 4F0 4F1 4B0 4B1 4RESHARD 0UNSHARD "
+            "2B0 2B1 2RESHARD 0B0 0B1 0RESHARD",
+        ),
+        (
+            3,
+            "0UNSHARD 2UNSHARD 4UNSHARD 0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 4RESHARD 2B0 2B1 2RESHARD "
+            "0B0 0B1 0RESHARD",
+        ),
+    ],
+)
+def test_the_next_stages_are_unsharded_ahead_within_the_bound(bound, expected):
+    lowered = lower(LOOPED, max_unsharded=bound)
+
+    without_transfers = " ".join(str(a) for a in lowered.ranks[0] if not a.kind.is_transfer)
+    assert without_transfers == expected
+
+
+def test_unsharding_starts_before_the_receives_that_follow():
+    lowered = lower(LOOPED, max_unsharded=1)
+
+    assert str(lowered).splitlines()[1].startswith("rank 1: 1UNSHARD 1RECV_F0 1RECV_F1 1F0")
+
+
+@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_the_bound_on_unsharded_stages_holds(name, bound):
+    program = programs()[name]
+    if bound == 1 and "OVERLAP" in str(program):
+        with pytest.raises(ScheduleError, match="needs 2 stages unsharded at once, but max_unsh"):
+            lower(program, max_unsharded=bound)
+        return
+
+    for actions in lower(program, max_unsharded=bound).ranks:
+        unsharded = set()
+        for action in actions:
+            if action.kind is Kind.UNSHARD:
+                unsharded.add(action.stage)
+            elif action.kind is Kind.RESHARD:
+                unsharded.remove(action.stage)
+            assert len(unsharded) <= bound
+        assert not unsharded

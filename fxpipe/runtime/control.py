@@ -20,6 +20,7 @@ import ctypes
 import datetime
 import json
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -258,7 +259,9 @@ class _Watch:
         self._active = threading.Event()
         self._status: Callable[[], str] = lambda: ""
         self._thread: threading.Thread | None = None
-        self._closed = weakref.finalize(control, self._active.set)
+        closed = weakref.finalize(control, self._active.set)
+        # At exit the thread must sleep on: woken, it would use the store while that is torn down.
+        closed.atexit = False
 
     def start(self, status: Callable[[], str]) -> None:
         self._status = status
@@ -285,7 +288,7 @@ def _look_again_and_again(control: weakref.ref[GroupControl], active: threading.
         active.wait()
         time.sleep(POLL)
         alive = control()
-        if alive is None:
+        if alive is None or sys.is_finalizing():
             return
         if active.is_set():
             with contextlib.suppress(Exception):  # the store is gone: nothing to learn any more

@@ -1,10 +1,12 @@
 """Look at it: pictures of pipes and timelines, and the report."""
 
 from fxpipe.viz.graph import draw_pipe, pipe_dot, pipe_mermaid, pipe_svg
+from fxpipe.viz.report import Candidate, report_html, write_report
 from fxpipe.viz.terminal import TimelineView, print_timeline, timeline_text
 from fxpipe.viz.timeline import draw_program, draw_timeline, stretch, timeline_svg
 
 __all__ = [
+    "Candidate",
     "TimelineView",
     "draw_pipe",
     "draw_program",
@@ -13,7 +15,9 @@ __all__ = [
     "pipe_mermaid",
     "pipe_svg",
     "print_timeline",
+    "report_html",
     "stretch",
     "timeline_svg",
     "timeline_text",
+    "write_report",
 ]

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from fxpipe.graph.stagegraph import Within
+
 __all__ = ["Part", "StageParts", "find_parts"]
 
 
@@ -138,7 +140,7 @@ def _block_of(owner: str) -> str:
 def _called_module(module: fx.GraphModule, node: fx.Node) -> tuple[str, nn.Module] | None:
     """The module that a node calls, also if it is called under settings such as no_grad."""
     target: Any = node.target
-    if node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+    if isinstance(target, Within) and node.args and isinstance(node.args[0], fx.Node):
         first = node.args[0]
         target = first.target if first.op == "get_attr" else None
     elif node.op != "call_module":
@@ -168,9 +170,9 @@ def _is_plumbing(node: fx.Node) -> bool:
 
 
 def _is_question(node: fx.Node) -> bool:
-    """Whether a node asks for a size or a device: no data flows through it."""
+    """Whether a node asks for a size, a device or a dtype: no data flows through it."""
     if node.op == "call_function":
-        return getattr(node.target, "__name__", "") == "device_of"
+        return getattr(node.target, "__name__", "") in ("device_of", "like")
     return node.op == "call_method" and node.target == "size"
 
 

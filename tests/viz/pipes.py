@@ -7,9 +7,9 @@ from typing import Any
 
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
-from fxpipe.viz.outline import Depth, Outline, make_outline
+from fxpipe.viz.outline import Depth, Outline, Shared, make_outline
 
-__all__ = ["example_of", "long_outline", "outline_of", "pipe_of", "sizes_of"]
+__all__ = ["example_of", "long_outline", "outline_of", "pipe_of", "shared_outline", "sizes_of"]
 
 
 def example_of(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -61,3 +61,13 @@ def long_outline(depth: Depth, num_stages: int) -> Outline:
         crossings=tuple(chain),
         ties=(replace(tie, places=places),),
     )
+
+
+def shared_outline(num_stages: int = 8) -> Outline:
+    """A long one whose first stage sends a mask and a table to all others."""
+    others = tuple(range(1, num_stages))
+    shared = (
+        Shared(0, others, "mask", "bool[batch, 1, sequence, sequence]", "128 B"),
+        Shared(0, others, "table", "float32[sequence, 8]", "256 B"),
+    )
+    return replace(long_outline("stages", num_stages), shared=shared)

@@ -6,7 +6,7 @@ from fxpipe.viz.columns import lay_out_pipe
 from fxpipe.viz.palette import Theme
 from fxpipe.viz.scene import Box, Label, Line, label_extent
 from fxpipe.viz.svg import write_svg
-from tests.viz.pipes import long_outline, outline_of
+from tests.viz.pipes import long_outline, outline_of, shared_outline
 
 CASES = [
     *(
@@ -18,13 +18,15 @@ CASES = [
     ("gpt", "stages", 16),
     ("gpt", "blocks", 16),
     ("gpt", "stages", 64),
-    ("llama", "stages", 8),
+    ("shared", "stages", 8),
 ]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
 def scene(request):
     name, depth, num_stages = request.param
+    if name == "shared":
+        return lay_out_pipe(shared_outline(num_stages), title=name)
     is_long = num_stages > 8
     outline = long_outline(depth, num_stages) if is_long else outline_of(name, depth, num_stages)
     return lay_out_pipe(outline, title=f"{name}, {num_stages} stages")

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from fxpipe.viz.dot import write_dot
-from tests.viz.pipes import long_outline, outline_of
+from tests.viz.pipes import long_outline, outline_of, shared_outline
 
 
 def skeleton(text):
@@ -83,7 +83,7 @@ def test_skips_and_ties_are_drawn_apart():
 
 
 def test_values_for_many_stages_are_a_note():
-    text = write_dot(outline_of("llama", "stages", 8))
+    text = write_dot(shared_outline())
 
     assert text.count("shape=note") == 1
     assert "to stages 1–7" in text

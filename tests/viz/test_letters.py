@@ -1,5 +1,5 @@
 from fxpipe.viz.letters import Letters, _letter, give_letters
-from tests.viz.pipes import outline_of
+from tests.viz.pipes import outline_of, shared_outline
 
 
 def test_nothing_has_a_letter_in_one_column():
@@ -31,7 +31,7 @@ def test_ties_between_columns_have_a_letter():
 
 
 def test_shared_values_have_a_letter_in_any_case():
-    letters = give_letters(outline_of("llama", num_stages=8), dict.fromkeys(range(8), 0))
+    letters = give_letters(shared_outline(), dict.fromkeys(range(8), 0))
 
     assert [line[0] for line in letters.lines] == ["A", "B"]
     assert letters.reads[5] == ("reads A, B",)

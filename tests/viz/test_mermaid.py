@@ -1,7 +1,7 @@
 from textwrap import dedent
 
 from fxpipe.viz.mermaid import _text, write_mermaid
-from tests.viz.pipes import outline_of
+from tests.viz.pipes import outline_of, shared_outline
 
 
 def test_blocks_in_subgraphs():
@@ -52,7 +52,7 @@ def test_skips_are_dotted():
 
 
 def test_shared_values_are_nodes():
-    text = write_mermaid(outline_of("llama", "stages", 8))
+    text = write_mermaid(shared_outline())
 
     assert text.count("to stages 1–7") == 2
     assert "  s0 -.-> v0" in text.splitlines()

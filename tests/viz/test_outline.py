@@ -1,9 +1,12 @@
 import pytest
 import torch
+from torch import nn
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.markers import SplitPoint
+from fxpipe.graph.pipe import pipeline
 from fxpipe.viz.outline import bytes_text, make_outline, ranges_text
 from tests.viz.pipes import outline_of, pipe_of, sizes_of
 
@@ -25,11 +28,31 @@ def test_crossings_say_what_travels_and_between_which_parts():
     ]
 
 
-def test_value_for_many_stages_is_listed_once():
-    outline = outline_of("llama", num_stages=8)
+class Masked(nn.Module):
+    """Six layers that all read what the first stage makes."""
 
-    assert [(s.source, s.targets_text) for s in outline.shared] == [(0, "stages 1–7")] * 2
-    assert {c.is_skip for c in outline.crossings} == {False}
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(6))
+
+    def forward(self, x):
+        memory = self.first(x)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+def test_value_for_many_stages_is_listed_once():
+    spec = {f"layers.{index}": SplitPoint.BEGINNING for index in range(1, 6)}
+    pipe = pipeline(Masked(), (torch.zeros(2, 4),), split_spec=spec)
+
+    outline = make_outline(pipe, "stages")
+
+    assert [(s.source, s.name, s.targets_text) for s in outline.shared] == [
+        (0, "first", "stages 1–5")
+    ]
+    assert {crossing.is_skip for crossing in outline.crossings} == {False}
 
 
 def test_ties_name_parts():

@@ -1,0 +1,235 @@
+"""Write the report: one HTML file with pictures, tables and a timeline to explore.
+
+In:  schedules with their programs and timelines, and optionally the pipe and its costs.
+Out: HTML that needs no network, no server and no other file.
+
+The page's own code is in `page/`; it draws from data that this module embeds and knows
+nothing of schedules: dependencies, lanes and figures are worked out here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fxpipe.errors import FxpipeError
+from fxpipe.graph.pipe import Pipe
+from fxpipe.program import Costs, Edge, Edges, Kind, Program, Timeline
+from fxpipe.viz.dependencies import find_dependencies
+from fxpipe.viz.graph import pipe_svg
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.palette import LOOKS, Theme, shades, tone
+from fxpipe.viz.report_tables import comparison_table, stage_table
+from fxpipe.viz.spans import pack_lanes
+
+__all__ = ["Candidate", "report_html", "write_report"]
+
+_SCRIPTS = ("format.js", "model.js", "shapes.js", "chart.js", "app.js")
+_LEGEND = {
+    Kind.SEND_ACTIVATION: "activation, dark where sent, light where received",
+    Kind.SEND_GRADIENT: "gradient",
+    Kind.RECV_ACTIVATION: "",
+    Kind.RECV_GRADIENT: "",
+    Kind.RESHARD: "",
+    Kind.OVERLAP: "",
+}
+
+
+class Candidate(NamedTuple):
+    """A schedule to show: its name, its program and when everything in it happens."""
+
+    name: str
+    program: Program
+    timeline: Timeline
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    candidates: Sequence[tuple[str, Program, Timeline]],
+    **options: Any,
+) -> Path:
+    """Write the report to a file and return its path; see `report_html` for the options."""
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise FxpipeError(f"a report is an HTML file, but {path.name!r} does not end with .html")
+    path.write_text(report_html(candidates, **options), encoding="utf-8")
+    return path
+
+
+def report_html(
+    candidates: Sequence[tuple[str, Program, Timeline]],
+    *,
+    pipe: Pipe | None = None,
+    costs: Costs | None = None,
+    flops: Sequence[float] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    edges: Edges | None = None,
+    title: str = "Pipeline report",
+    notes: Sequence[str] = (),
+    time_unit: str = "",
+    memory_unit: str = "",
+    chosen: int = 0,
+) -> str:
+    """The report as HTML text.
+
+    Args:
+        candidates: the schedules to choose from; one schedule may come several times, with
+            different numbers of microbatches.
+        pipe: the split model, for the stage graph and the stage table.
+        costs: of the pipe's stages, for the stage table.
+        flops: of one microbatch, per stage.
+        sizes: values of the pipe's size symbols, for bytes per microbatch.
+        edges: between stages, for dependencies; by default the pipe's, or else a chain. Used
+            for candidates with that number of stages, a chain for others.
+        notes: lines of text below the title.
+        time_unit: "s", "ms" or "us", or any other word.
+        memory_unit: "bytes", or any other word.
+        chosen: the candidate that is shown first.
+
+    Raises:
+        FxpipeError: there is no candidate, `chosen` is not one of them, or figures do not fit
+            the pipe's stages.
+    """
+    found = [Candidate(*candidate) for candidate in candidates]
+    if not found:
+        raise FxpipeError("a report needs at least one schedule to show, got none")
+    if not 0 <= chosen < len(found):
+        raise FxpipeError(f"chosen is one of the {len(found)} candidates from 0, got {chosen}")
+    if edges is None and pipe is not None:
+        between = [Edge(edge.source, edge.target, edge.has_gradient) for edge in pipe.edges]
+        edges = Edges.of(pipe.num_stages, between)
+    time, memory = Unit(time_unit), Unit(memory_unit)
+    data = {
+        "kinds": [_kind_data(kind) for kind in Kind],
+        "schedules": [_schedule_data(candidate, edges) for candidate in found],
+        "chosen": chosen,
+        "time_unit": time_unit,
+        "memory_unit": memory_unit,
+    }
+    times = _times(pipe, costs)
+    parts = {
+        "title": escape(title),
+        "style": _page_file("style.css"),
+        "notes": "".join(f'<p class="notes">{escape(note)}</p>' for note in notes),
+        "comparison": comparison_table(found, time, memory),
+        "stages": stage_table(pipe, costs, flops, sizes, found[chosen].program, time, memory),
+        "graph": _graph(pipe, flops, times, sizes),
+        # The data stands inside a script element: a "<" could end it.
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": "".join(_page_file(name) for name in _SCRIPTS),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _page_file("page.html"))
+
+
+def _page_file(name: str) -> str:
+    return (resources.files("fxpipe.viz") / "page" / name).read_text(encoding="utf-8")
+
+
+def _times(pipe: Pipe | None, costs: Costs | None) -> list[float] | None:
+    if pipe is None or costs is None:
+        return None
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return [sum(costs.compute(kind, stage) for kind in kinds) for stage in range(pipe.num_stages)]
+
+
+def _graph(
+    pipe: Pipe | None,
+    flops: Sequence[float] | None,
+    times: Sequence[float] | None,
+    sizes: Mapping[str, int] | None,
+) -> str:
+    if pipe is None:
+        return ""
+    paper = Theme()
+    names = [field.name for field in fields(Theme)]
+    theme = Theme(**{name: f"var(--{name}, {getattr(paper, name)})" for name in names})
+    svg = pipe_svg(pipe, flops=flops, times=times, sizes=sizes, theme=theme)
+    svg = svg.replace(' style="max-width:100%;height:auto"', "", 1)
+    return (
+        '<section aria-labelledby="graph-title"><h2 id="graph-title">Stage graph</h2>'
+        f'<div class="scroll graph" tabindex="0" role="region" aria-label="Stage graph">{svg}'
+        "</div></section>"
+    )
+
+
+def _kind_data(kind: Kind) -> dict[str, Any]:
+    look = LOOKS[kind]
+    forwards = kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)
+    return {
+        "text": kind.text,
+        "letter": look.letter,
+        "name": look.name,
+        "colour": look.colour,
+        "hatch": look.hatch,
+        "legend": _LEGEND.get(kind, look.name),
+        "transfer": kind.is_transfer,
+        "sends": kind.is_send,
+        "direction": (1 if forwards else -1) if kind.is_transfer else 0,
+    }
+
+
+def _schedule_data(candidate: Candidate, edges: Edges | None) -> dict[str, Any]:
+    """All that the page needs of a schedule, spans as columns of numbers."""
+    name, program, timeline = candidate
+    spans = timeline.spans
+    if edges is None or edges.num_stages != program.num_stages:
+        edges = Edges.chain(program.num_stages)
+    index_of = {span: index for index, span in enumerate(spans)}
+    critical = [index_of[span] for span in timeline.critical_path]
+    stages = shades(spans)
+    return {
+        "name": name,
+        "ranks": program.num_ranks,
+        "stages": program.num_stages,
+        "microbatches": program.num_microbatches,
+        "stage_to_rank": program.placement.stage_to_rank,
+        "makespan": _short(timeline.makespan),
+        "idle": _short(timeline.idle),
+        "idle_per_rank": [_short(idle) for idle in timeline.idle_per_rank],
+        "peak": [_short(peak) for peak in timeline.peak_memory],
+        "memory": [[_short(n) for point in curve for n in point] for curve in timeline.memory],
+        "rank": [span.rank for span in spans],
+        "kind": [int(span.action.kind) for span in spans],
+        "stage": [span.action.stage for span in spans],
+        "microbatch": [_or_none(span.action.microbatch) for span in spans],
+        "peer": [_or_none(span.action.peer) for span in spans],
+        "start": [_short(span.start) for span in spans],
+        "end": [_short(span.end) for span in spans],
+        "lane": _lanes(timeline),
+        "parts": {
+            index: [(int(p.kind), p.stage, _or_none(p.microbatch)) for p in span.action.parts]
+            for index, span in enumerate(spans)
+            if span.action.parts
+        },
+        "waits": find_dependencies(spans, edges),
+        "critical": critical,
+        "tones": [round(tone(*stages.get(s, (0, 1))), 3) for s in range(program.num_stages)],
+    }
+
+
+def _lanes(timeline: Timeline) -> list[int]:
+    """For each span -1 if it is compute, else its lane among what runs beside compute."""
+    lanes = [-1] * len(timeline.spans)
+    index_of = {span: index for index, span in enumerate(timeline.spans)}
+    for rank in range(timeline.num_ranks):
+        beside = [span for span in timeline.of_rank(rank) if not span.is_compute]
+        for lane, spans in enumerate(pack_lanes(beside)):
+            for span in spans:
+                lanes[index_of[span]] = lane
+    return lanes
+
+
+def _or_none(number: int | None) -> int:
+    return -1 if number is None else number
+
+
+def _short(number: float) -> float:
+    """Six digits are more than a screen shows."""
+    return float(f"{number:.7g}")

@@ -23,6 +23,7 @@ from fxpipe.errors import (
 )
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
+from fxpipe.logs import configure_from_environment
 from fxpipe.microbatch import (
     Microbatches,
     Replicate,
@@ -55,6 +56,8 @@ from fxpipe.schedules import (
 from fxpipe.stage import PipelineStage, build_stage
 
 __version__ = "0.1.0"
+
+configure_from_environment()
 
 __all__ = [
     "FxpipeError",

@@ -52,7 +52,8 @@ def probe(
     `args` and `kwargs` may hold real tensors, fake tensors or `TensorSpec`s.
     """
     while type(module).__name__ == "DistributedDataParallel":
-        module = module.module  # its forward may start collectives
+        wrapper: Any = module  # its forward may start collectives
+        module = wrapper.module
     inputs = (tuple(args), dict(kwargs or {}))
     mode = _mode_of(inputs) or fake_mode()
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph
+from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.modes import ModeDependent
@@ -167,7 +168,7 @@ class Flow:
         return next((s for s in range(self.num_stages) if node in self.inputs(s)), None)
 
     def _behind_inputs(self) -> fx.Node:
-        inputs = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
+        inputs: list[fx.Node] = [n for n in self.traced.graph.nodes if n.op == "placeholder"]
         return inputs[-1]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
@@ -300,7 +301,7 @@ class Flow:
                 if user.target == "size" and user.args[1:] == (dim,) and user in self.stage_of:
                     return user
             behind = self._behind_inputs() if is_free(node) else node
-            made = self._add(behind, "call_method", "size", (node, dim), name, sympy.Symbol(name))
+            made = self._add(behind, "call_method", "size", (node, dim), name, symbol(name))
             self.stage_of[made] = made_in
             return made
         raise SplitError(

@@ -206,7 +206,8 @@ def fresh(tensor: torch.Tensor, shape: Any = None, stride: Any = None) -> torch.
     with torch.enable_grad():
         if tensor.requires_grad:
             anchor = torch.empty((), device=tensor.device, requires_grad=True)
-            made: torch.Tensor = _Grown.apply(anchor, tensor, shape, stride)
+            grown: Any = _Grown.apply
+            made: torch.Tensor = grown(anchor, tensor, shape, stride)
             return made
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
 

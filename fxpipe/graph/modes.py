@@ -139,7 +139,8 @@ class _Merge:
             else contextlib.nullcontext()
         )
         with place:
-            made = self._graph.create_node("call_function", choose, (flag, ours, theirs), {})
+            chosen: Any = (flag, ours, theirs)
+            made = self._graph.create_node("call_function", choose, chosen, {})
         if pair is not None:
             self._choices[pair] = made
         made.meta.update({key: node.meta[key] for key in ("owner", "where") if key in node.meta})

@@ -9,8 +9,10 @@ parameters and buffers, for the rare run on real tensors.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,9 +31,13 @@ def preserved(module: nn.Module) -> Iterator[None]:
     modules = [(part, _snapshot(part)) for part in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters()]
     rng = _random_states()
+    caches = _caches(module)
     try:
         yield
     finally:
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()  # it holds fake tensors now
         for part, snapshot in modules:
             _restore(part, snapshot)
         for parameter, flag in flags:
@@ -59,6 +65,43 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded tensor (comparing whole ones communicates)."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def _caches(module: nn.Module) -> list[tuple[Any, int]]:
+    """Return the `lru_cache`s of the model's code; those of its methods are emptied.
+
+    A method that keeps tensors from earlier runs would make them part of the trace.
+    """
+    found: dict[int, Any] = {}
+    homes: set[str] = set()
+    for kind in {parent for part in module.modules() for parent in type(part).__mro__}:
+        if kind.__module__.startswith(("torch.", "builtins")):
+            continue
+        homes.add(kind.__module__)
+        for value in vars(kind).values():
+            for cache in _caches_in(value):
+                cache.cache_clear()
+                found[id(cache)] = cache
+    for home in homes:
+        for value in vars(sys.modules[home]).values() if home in sys.modules else ():
+            found.update({id(cache): cache for cache in _caches_in(value)})
+    return [(cache, cache.cache_info().misses) for cache in found.values()]
+
+
+def _caches_in(value: Any) -> list[Any]:
+    value = getattr(value, "__func__", value) if isinstance(value, _WRAPPERS) else value
+    candidates = [value]
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                candidates.append(cell.cell_contents)
+            except ValueError:  # not yet filled
+                continue
+    return [candidate for candidate in candidates if type(candidate) is _LRU_CACHE]
+
+
+_WRAPPERS = (staticmethod, classmethod)
+_LRU_CACHE = type(functools.lru_cache(maxsize=None)(lambda: None))
 
 
 def _snapshot(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,8 +146,9 @@ def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         states["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        states["cuda"] = cuda.get_rng_state_all()
     return states
 
 

@@ -128,7 +128,8 @@ class Sizes:
             made = self.env.create_symbol(
                 hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
             )
-            self._sizes[name] = self.env.create_symintnode(made, hint=hint, source=source)
+            size: Any = self.env.create_symintnode(made, hint=hint, source=source)
+            self._sizes[name] = size
             self._names[made] = symbol(name)
         return self._sizes[name]
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.graph.dims import evaluate, text
-from fxpipe.graph.flow import Flow, accessor_of
+from fxpipe.graph.flow import Flow, accessor_of, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.modes import TrainingFlag
 from fxpipe.graph.structure import branch, mutable_parts
@@ -62,6 +62,7 @@ class StageWriter:
         self._dims: dict[str, tuple[fx.Node, int]] = {}
         self._flags: dict[str, fx.Node] = {}
         self._shown: dict[fx.Node, fx.Node] = {}
+        self._sent_numbers: dict[str, fx.Node] = {}
         self._device: fx.Node | None = None
         self._placeholders: list[fx.Node] = []
         for node in received:
@@ -70,6 +71,9 @@ class StageWriter:
             self._placeholders.append(made)
             self._copies[node] = made
             self._note_dims(made)
+            if node.target is as_tensor:
+                number: Any = node.args[0]
+                self._sent_numbers[number.meta["spec"].name] = made
         self._first = self._graph.create_node("call_function", _start, (), {})
 
     # -- nodes
@@ -233,7 +237,9 @@ class StageWriter:
     def _size(self, name: str) -> fx.Node:
         if name not in self._sizes:
             number = self._flow.number_node(name)
-            if number is not None:
+            if name in self._sent_numbers:
+                self._sizes[name] = self._graph.call_method("item", (self._sent_numbers[name],))
+            elif number is not None:
                 self._sizes[name] = self.copy(number)
             else:
                 if name not in self._dims:

@@ -70,7 +70,7 @@ def branch(value: Any) -> Branch | None:
         keys = tuple(value)
         return Branch(_items(keys), tuple(value.values()), _dict_maker(keys), True)
     if kind is torch.Size and any(isinstance(size, torch.SymInt) for size in value):
-        return Branch(_items(range(len(value))), tuple(value), torch.Size, False)
+        return Branch(_items(range(len(value))), tuple(value), _size, False)
     if isinstance(value, _ATOMS) or getattr(kind, "is_atom", False):
         return None
     if isinstance(value, tuple):
@@ -197,20 +197,25 @@ def _items(keys: Any) -> tuple[Accessor, ...]:
     return tuple(("item", key) for key in keys)
 
 
+def _size(sizes: tuple[Any, ...]) -> Any:
+    is_real = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
+    return torch.Size(sizes) if is_real else sizes
+
+
 def _dict_maker(keys: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
     return lambda children: dict(zip(keys, children, strict=True))
 
 
 def _tuple_maker(kind: type) -> Callable[[tuple[Any, ...]], Any]:
     if hasattr(kind, "_make"):
-        return lambda children: kind._make(children)  # type: ignore[attr-defined]
+        return lambda children: kind._make(children)
     return lambda children: kind(children)
 
 
 def _registered(value: Any) -> Branch:
     node = pytree.SUPPORTED_NODES[type(value)]
-    children, context = node.flatten_fn(value)
-    children = tuple(children)
+    flat, context = node.flatten_fn(value)
+    children = tuple(flat)
     accessors = _items(value) if isinstance(value, dict) else _registered_paths(node, value)
     if len(accessors) != len(children):
         accessors = tuple(("child", index) for index in range(len(children)))

@@ -281,7 +281,7 @@ class Tape:
         if key not in self._accessed:
             owner = self._access(node, path[:-1])
             kind, name = path[-1]
-            target = {"item": operator.getitem, "attr": getattr, "child": child_of}[kind]
+            target: Any = {"item": operator.getitem, "attr": getattr, "child": child_of}[kind]
             with self.graph.inserting_after(last_part(owner)):
                 made = self.graph.create_node(
                     "call_function", target, (owner, name), {}, f"{owner.name}_{name}"
@@ -412,4 +412,4 @@ def _part(value: Any, accessor: Accessor) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -236,6 +236,10 @@ class Trace(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._busy = True
         try:
+            if any(word in getattr(func, "__name__", "") for word in _INSIST):
+                found = self._leaves.run_function(func, args, kwargs)
+                if found:
+                    return found[0]
             return func(*args, **kwargs)
         except _DATA_DEPENDENT:
             raise TraceError(self._data_dependent(func)) from None
@@ -398,6 +402,10 @@ _METADATA_METHODS = {
     "is_same_size",
     "has_names", "dim_order", "is_conj", "is_neg", "__deepcopy__",
 }  # fmt: skip
+
+
+# Functions for which torch insists on all sizes where only some matter.
+_INSIST = ("pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
 
 
 def _is_metadata(func: Any) -> bool:

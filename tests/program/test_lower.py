@@ -1,5 +1,6 @@
 """Lowering adds what it should, where it should, and changes nothing else."""
 
+import gc
 import random
 from textwrap import dedent
 
@@ -253,3 +254,15 @@ def test_every_schedule_copes_with_skips_and_edges_without_gradient(name):
     for receives in ("early", "late"):
         assert is_sound(lower(program, edges, receives=receives), edges, "pair")
     assert is_sound(lower(program, edges, receives="latest"), edges, "direction")
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_the_collector_is_left_as_it_was_found(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        lower(ONE_F_ONE_B)
+        with pytest.raises(ScheduleError):
+            lower(Program.parse("rank 0: 0F0\nrank 1: 1F0 1B0"))
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

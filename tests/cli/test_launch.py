@@ -1,6 +1,7 @@
 """Starting ranks: what fails is told once, and nothing outlives the call."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,18 @@ def test_a_limit_ends_everything() -> None:
         assert not launch._wait(started, 0.1)
 
     assert started[0].returncode == -15
+
+
+def test_ranks_end_when_this_process_is_asked_to() -> None:
+    started = [_process("import time; time.sleep(600)")]
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit, match="143"), launch._ending(started):
+        os.kill(os.getpid(), signal.SIGTERM)
+        launch._wait(started, 10.0)
+
+    assert started[0].returncode == -15
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_first_cause_is_told_and_the_echoes_are_not(

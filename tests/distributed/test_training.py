@@ -25,12 +25,10 @@ def test_hand_written_stages_on_four_ranks(schedule: str) -> None:
         ("gpt", "1F1B", 4, "same"),
         ("llama", "InterleavedZeroBubble", 2, "ranks"),
         ("unet", "Interleaved1F1B", 2, "same"),
-        ("unet", "GPipe", 4, "ranks"),
         ("encoder_decoder", "1F1B", 2, "ranks"),
         ("encoder_decoder", "DualPipeV", 2, "same"),
         ("moe", "ZBH1", 2, "same"),
-        ("resnet", "VHalf", 2, "same"),
-        ("vit", "LoopedBFS", 2, "same"),
+        ("vit", "VHalf", 2, "same"),
         ("mlp", "Wave", 2, "same"),
     ],
 )

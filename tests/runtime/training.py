@@ -1,6 +1,7 @@
 """Train a split model and the plain one side by side, all ranks in this process."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -54,13 +55,10 @@ class Pair:
     ) -> None:
         self.module = models.load(name)
         self.num_microbatches = num_microbatches
-        sizes = {} if self.module.SPLIT[num_stages] else {"stages": num_stages}
-        model = self.module.build(seed=0, **sizes).double()
+        model, self.pipe, state = _traced(name, num_stages)
+        model.load_state_dict(state)
+        model.zero_grad()
         self.plain = copy.deepcopy(model)
-        args, kwargs = self.module.example_inputs(2, dtype=torch.float64)
-        spec = models.split_spec(self.module, num_stages)
-        self.pipe = pipeline(model, args, kwargs, split_spec=spec)
-        assert self.pipe.num_stages == num_stages
         group = LocalGroup(ranks_for(schedule, num_stages))
         stages = [self.pipe.build_stage(i, torch.device("cpu"), group) for i in range(num_stages)]
         schedule_class = get_schedule_class(schedule)
@@ -128,6 +126,18 @@ class Pair:
             total = total + loss.detach() * share
             outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
         return outputs, total
+
+
+@functools.cache
+def _traced(name: str, num_stages: int) -> tuple[torch.nn.Module, Any, dict[str, Tensor]]:
+    """A model, its Pipe and its first state; traced once, since some take seconds."""
+    module = models.load(name)
+    sizes = {} if module.SPLIT[num_stages] else {"stages": num_stages}
+    model = module.build(seed=0, **sizes).double()
+    args, kwargs = module.example_inputs(2, dtype=torch.float64)
+    pipe = pipeline(model, args, kwargs, split_spec=models.split_spec(module, num_stages))
+    assert pipe.num_stages == num_stages
+    return model, pipe, copy.deepcopy(model.state_dict())
 
 
 def _joined(outputs: list[Any]) -> Any:

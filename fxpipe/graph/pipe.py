@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,6 +161,17 @@ class Pipe:
         from fxpipe.stage import build_stage
 
         return build_stage(self.get_stage_module(stage), stage, self.info(), device, group)
+
+    def draw(self, path: str | PathLike[str], **options: Any) -> Path:
+        """Write a picture of the stages; see `fxpipe.viz.draw_pipe`."""
+        from fxpipe.viz.graph import draw_pipe
+
+        return draw_pipe(self, path, **options)
+
+    def _repr_svg_(self) -> str:
+        from fxpipe.viz.graph import pipe_svg
+
+        return pipe_svg(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in series; the output is the model's."""

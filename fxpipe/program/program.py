@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
@@ -194,6 +196,17 @@ class Program:
             f"rank {rank:>{width}}: {' '.join(map(str, actions))}".rstrip()
             for rank, actions in enumerate(self.ranks)
         )
+
+    def draw(self, path: str | PathLike[str], **options: Any) -> Path:
+        """Simulate the program and draw its timeline; see `fxpipe.viz.draw_program`."""
+        from fxpipe.viz.timeline import draw_program
+
+        return draw_program(self, path, **options)
+
+    def _repr_svg_(self) -> str | None:
+        from fxpipe.viz.timeline import program_svg
+
+        return program_svg(self)
 
 
 class Step(NamedTuple):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fxpipe.program.action import Action, Kind
 
@@ -103,6 +105,17 @@ class Timeline:
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         """The spans of one rank by start."""
         return tuple(span for span in self.spans if span.rank == rank)
+
+    def draw(self, path: str | PathLike[str], **options: Any) -> Path:
+        """Write a picture of the timeline; see `fxpipe.viz.draw_timeline`."""
+        from fxpipe.viz.timeline import draw_timeline
+
+        return draw_timeline(self, path, **options)
+
+    def _repr_svg_(self) -> str:
+        from fxpipe.viz.timeline import timeline_svg
+
+        return timeline_svg(self)
 
 
 def _idle(busy: float, time: float) -> float:

@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
 from fxpipe.viz.gantt import Options, lay_out_timeline
 from fxpipe.viz.numbers import Unit
@@ -21,7 +21,14 @@ from fxpipe.viz.svg import write_svg
 from fxpipe.viz.terminal import timeline_text
 from fxpipe.viz.trace_events import write_trace_events
 
-__all__ = ["draw_program", "draw_timeline", "stretch", "timeline_svg"]
+__all__ = [
+    "draw_program",
+    "draw_timeline",
+    "program_svg",
+    "program_title",
+    "stretch",
+    "timeline_svg",
+]
 
 _FORMATS = (".svg", ".png", ".pdf", ".json", ".txt")
 
@@ -125,6 +132,15 @@ def timeline_svg(
     """The picture as SVG text for a place inside a page, such as a notebook."""
     options = Options(title=title, time=Unit(time_unit), memory=Unit(memory_unit))
     return write_svg(lay_out_timeline(timeline, options), inline=True)
+
+
+def program_svg(program: Program) -> str | None:
+    """The timeline of a program for a notebook; None if it cannot run, so that its text shows."""
+    try:
+        timeline = simulate(program)
+    except ScheduleError:
+        return None
+    return timeline_svg(timeline, title=program_title(program))
 
 
 def stretch(timeline: Timeline, factor: float) -> Timeline:

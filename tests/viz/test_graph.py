@@ -93,3 +93,10 @@ def test_inline_svg_has_no_header():
 
     assert text.startswith("<svg ")
     assert "<title>here</title>" in text
+
+
+def test_pipe_draws_itself(tmp_path):
+    pipe = pipe_of("gpt")
+
+    assert pipe.draw(tmp_path / "a.dot").read_text() == pipe_dot(pipe)
+    assert pipe._repr_svg_() == pipe_svg(pipe)

@@ -4,6 +4,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from fxpipe.errors import FxpipeError
+from fxpipe.program import Program, simulate
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.viz import draw_program, draw_timeline, stretch, timeline_svg, timeline_text
 from tests.viz.timelines import program_of, timeline_of
@@ -78,3 +79,16 @@ def test_inline_svg_fits_its_page():
     assert text.startswith("<svg ")
     assert "max-width:100%" in text
     assert "33 ms" in text
+
+
+def test_objects_draw_themselves(tmp_path):
+    program = program_of("1F1B")
+
+    assert program.draw(tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert simulate(program).draw(tmp_path / "b.txt").read_text().startswith("makespan 33")
+    assert "1F1B, 4 ranks, 8 microbatches" in program._repr_svg_()
+    assert simulate(program)._repr_svg_().startswith("<svg ")
+
+
+def test_program_that_cannot_run_shows_as_text():
+    assert Program.parse("rank 0: 0B0 0F0")._repr_svg_() is None

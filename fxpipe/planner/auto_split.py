@@ -23,10 +23,13 @@ from fxpipe.planner.work import Limits
 from fxpipe.planner.workload import Training, Workload, workload_of
 from fxpipe.program import Placement
 
-__all__ = ["DEFAULT_HARDWARE", "AutoSplit", "assign", "auto_split", "named_items"]
+__all__ = ["DEFAULT_HARDWARE", "REORDER_GAIN", "AutoSplit", "assign", "auto_split", "named_items"]
 
 DEFAULT_HARDWARE = replace(HARDWARE["H100"], name="H100 without overhead", overhead=0.0)
 """What stages are balanced for if nothing is said: a roofline, the same for models of any size."""
+
+REORDER_GAIN = 0.02
+"""Stages follow the model's own order unless another one is better by this share."""
 
 
 def auto_split(
@@ -101,9 +104,10 @@ class AutoSplit:
         )
         limits = Limits(pins, together, self.memory_limit, link=self.hardware.intra)
         try:
-            return assign(load, partition(load.work, self.placement, limits))
+            found = partition(load.work, self.placement, limits, reorder_gain=REORDER_GAIN)
         except PlanError as error:
             raise SplitError(str(error)) from error
+        return assign(load, found)
 
 
 def assign(load: Workload, found: Partition) -> Assignment:

@@ -259,7 +259,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _QUESTIONS:
             return NotImplemented
         packet = getattr(func, "_overloadpacket", func)
-        if packet not in _FORMULAS and hasattr(func, "decompose"):
+        if packet in _COMPOSITE:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -376,6 +376,23 @@ _LOOKUPS = frozenset({"aten.embedding_dense_backward", "aten.embedding_backward"
 # What the runtime leaves for the weight half besides products: lookups, the sum for a
 # bias, and adding to `.grad`.
 _PUT_OFF = _LOOKUPS | {"aten.sum", "aten.add_"}
+
+# What is made of products and may arrive whole where no gradient is recorded. Others that
+# could be taken apart have kernels of their own, which is what would run.
+_COMPOSITE = frozenset(
+    {
+        _aten.linear,
+        _aten.matmul,
+        _aten.einsum,
+        _aten.tensordot,
+        _aten.conv1d,
+        _aten.conv2d,
+        _aten.conv3d,
+        _aten.conv_transpose1d,
+        _aten.conv_transpose2d,
+        _aten.scaled_dot_product_attention,
+    }
+)
 
 _QUESTIONS = frozenset(
     {

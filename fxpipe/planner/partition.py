@@ -78,13 +78,16 @@ def partition(
     limits: Limits | None = None,
     *,
     effort: int = 20_000,
+    reorder_gain: float = 0.0,
 ) -> Partition:
     """Divide the work; `stages` is their number (one per rank) or a placement.
 
         >>> partition(Work.chain([1, 1, 1, 3]), 2).stage_of
         (0, 0, 0, 1)
 
-    `effort` bounds the steps of the search where dynamic programming is not exact.
+    `effort` bounds the steps of the search where dynamic programming is not exact. Branches
+    run in another order than the model's own only if the slowest rank gains at least the
+    share `reorder_gain` by it.
 
     Raises:
         PlanError: there are fewer places to cut than needed, pins and groups contradict
@@ -105,7 +108,9 @@ def partition(
         if masks is not None and len(masks) > len(work.items) + 1:
             wider = Cuts(work, placement, limits, masks)
             other, bound = _solve(wider, effort)
-            if other is not None and (best is None or other[1].key[0] < best[1].key[0]):
+            if other is not None and (
+                best is None or other[1].key[0] < best[1].key[0] * (1 - reorder_gain)
+            ):
                 best, chosen, order = other, wider, "branches"
     if best is None:
         raise PlanError(_explain(work, placement, limits))

@@ -7,14 +7,15 @@ Out: a graph in which every module that was not opened is one call, with the
 
 The model runs once (or a few times) on fake tensors; it and the process are left
 as they were. Sizes are tried as symbols; where the model does not take that, the
-batch alone is tried, then plain numbers.
+batch alone is tried, then plain numbers. What the user asked for in `dynamic_shapes`
+stays a symbol in every attempt, or is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,14 +23,16 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.errors import FxpipeError, SplitError
+from fxpipe.errors import FxpipeError, SplitError, TraceError
+from fxpipe.graph.dynamic import Wishes, read_wishes
 from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.modes import merge_modes
+from fxpipe.graph.place import failing_frame
 from fxpipe.graph.preserve import preserved
-from fxpipe.graph.shapes import InputDim, Sizes, all_dims, batch_dims
+from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import map_leaves, walk
 from fxpipe.graph.tape import STAGE_DEVICE
 from fxpipe.graph.trace import Trace
@@ -65,56 +68,88 @@ def capture(
     *,
     opened: Collection[str] = ("",),
     splits: Mapping[str, SplitPoint] | None = None,
+    dynamic_shapes: Any = None,
 ) -> TracedGraph:
     """Capture a model; see the module's docstring.
 
     Raises:
-        TraceError: opened code cannot be captured.
+        TraceError: opened code cannot be captured, or fixes a size that
+            `dynamic_shapes` wants open.
         SplitError: a module named in `splits` is never called.
+        InputError: the inputs or `dynamic_shapes` do not fit the model.
     """
     call = (tuple(args), dict(kwargs or {}))
     named = name_call(parameters_of(module), *call)
-    attempts: list[Callable[[], dict[InputDim, str]]] = [
-        lambda: all_dims(named),
-        lambda: batch_dims(named),
-        dict,
-    ]
-    opened = set(opened)
+    task = _Task(module, call, named, set(opened), splits or {})
+    wishes = read_wishes(dynamic_shapes, module, call, named)
     failure: Exception | None = None
     fixed: TracedGraph | None = None
-    for attempt in attempts:
-        dims = attempt()
+    attempt: Wishes | None = wishes
+    while attempt is not None:
         try:
-            found = _capture(module, call, named, opened, splits or {}, dims)
+            found = _capture(task, attempt)
         except FxpipeError:
             raise
         except Exception as error:
             failure = error
+            attempt = attempt.fewer(_why(error))
             continue
         # With all sizes open a model may insist on the batch; alone it may be free.
-        if set(dims.values()) & {"batch"} <= set(found.symbols):
+        if not attempt.faults(found.inputs.sizes):
             return found
         fixed = fixed or found
-    if fixed is not None:
-        return fixed
-    assert failure is not None
-    raise failure
+        attempt = attempt.fewer("the batch is fixed if this size is open")
+    if fixed is None:
+        assert failure is not None
+        fixed = _capture_fixed(task, wishes, failure)
+    faults = wishes.faults(fixed.inputs.sizes, required_only=True)
+    if faults:
+        raise TraceError(
+            "the model does not leave open what dynamic_shapes asks for:\n  "
+            + "\n  ".join(faults)
+            + "\nchange that code, keep it inside a submodule that is not split, or make the "
+            "dimension static in dynamic_shapes (Dim.AUTO leaves the choice to the model)"
+        )
+    return fixed
 
 
-def _capture(
-    module: nn.Module,
-    call: tuple[Any, Any],
-    named: dict[str, Any],
-    opened: set[str],
-    splits: Mapping[str, SplitPoint],
-    dims: Mapping[InputDim, str],
-) -> TracedGraph:
+def _capture_fixed(task: _Task, wishes: Wishes, failure: Exception) -> TracedGraph:
+    """Find out whether a failure comes from the open sizes: then, all fixed, there is none."""
+    if not wishes.required:
+        raise failure
+    try:
+        return _capture(task, wishes.fixed(_why(failure)))
+    except Exception:
+        raise failure from None
+
+
+def _why(error: Exception) -> str:
+    place = failing_frame(error)
+    lines = str(error).splitlines() or [type(error).__name__]
+    where = f" at {place}: {place.source}" if place is not None else ""
+    return f"the model cannot be traced with this size open{where} ({lines[0][:200]})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """What is captured; `opened` grows while splits inside leaves are found."""
+
+    module: nn.Module
+    call: tuple[Any, Any]
+    named: Mapping[str, Any]
+    opened: set[str]
+    splits: Mapping[str, SplitPoint]
+
+
+def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
+    module = task.module
+
     def traced(training: bool | None) -> _Traced:
         while True:
-            result = _trace_once(module, call, named, opened, splits, dims, training)
-            if not result.wanted - opened:
+            result = _trace_once(task, wishes, training)
+            if not result.wanted - task.opened:
                 return result
-            opened.update(result.wanted)
+            task.opened.update(result.wanted)
 
     flags = {part.training for part in module.modules()}
     first = traced(None)
@@ -124,10 +159,13 @@ def _capture(
     evaluation = first if flags == {False} else traced(False)
     if training.graph.inputs.example != evaluation.graph.inputs.example:
         # One mode insists on a size that the other leaves open: no symbol for it then.
-        common = set(training.graph.symbols) & set(evaluation.graph.symbols)
-        fewer = {dim: name for dim, name in dims.items() if name in common}
-        dims = fewer if len(fewer) < len(dims) else {}
-        return _capture(module, call, named, opened, splits, dims)
+        fixed = [
+            size
+            for graph in (training.graph, evaluation.graph)
+            for size in graph.inputs.sizes
+            if not size.is_dynamic
+        ]
+        return _capture(task, wishes.without(fixed))
     merge_modes(training.graph.graph, evaluation.graph.graph)
     return _joined(training.graph, evaluation.graph)
 
@@ -145,17 +183,10 @@ class _Traced:
     reads_training: bool
 
 
-def _trace_once(
-    module: nn.Module,
-    call: tuple[Any, Any],
-    named: dict[str, Any],
-    opened: set[str],
-    splits: Mapping[str, SplitPoint],
-    dims: Mapping[InputDim, str],
-    training: bool | None,
-) -> _Traced:
+def _trace_once(task: _Task, wishes: Wishes, training: bool | None) -> _Traced:
+    module, named, opened = task.module, task.named, task.opened
     mode = fake_mode()
-    sizes = Sizes(mode, dims)
+    sizes = Sizes(mode, wishes.dims)
     with ExitStack() as stack:
         stack.enter_context(preserved(module))
         stack.enter_context(unlogged())
@@ -166,7 +197,7 @@ def _trace_once(
         if training is not None:
             for part in module.modules():
                 part.training = training
-        trace = Trace(module, mode, sizes, state, opened, splits)
+        trace = Trace(module, mode, sizes, state, opened, task.splits)
         fakes = sizes.fake(named, on_trace_device)
         _place_inputs(trace, fakes)
         trace.tape.trace_devices = _devices(state, named)
@@ -174,12 +205,12 @@ def _trace_once(
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(mode)
         with trace:
-            args, kwargs = _refill(call, named, fakes)
+            args, kwargs = _refill(task.call, named, fakes)
             output = module(*args, **kwargs)
         trace.finish(output)
     if not trace.wanted - opened:
-        _check_called(splits, trace.called)
-    graph = _finished(module, trace, sizes, fakes, opened)
+        _check_called(task.splits, trace.called)
+    graph = _finished(task, trace, sizes, fakes, wishes)
     return _Traced(graph, trace.wanted, bool(trace.training_read))
 
 
@@ -224,9 +255,9 @@ def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
 
 
 def _finished(
-    module: nn.Module, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any], opened: set[str]
+    task: _Task, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any], wishes: Wishes
 ) -> TracedGraph:
-    graph = trace.tape.graph
+    module, graph = task.module, trace.tape.graph
     describe = functools.partial(_described, sizes, trace.tape.trace_devices)
     for node in graph.nodes:
         if "val" in node.meta:
@@ -235,10 +266,16 @@ def _finished(
         node.args = _plain_sizes(node.args, sizes)
         node.kwargs = _plain_sizes(node.kwargs, sizes)
     example = spec_inputs(fakes, sizes.spec)
-    signature = InputSignature(parameters_of(module), example, sizes.conditions())
-    return TracedGraph(
-        module, graph, signature, sizes.free(), sizes.hints(), frozenset(opened), _autocast_is_on()
+    signature = InputSignature(
+        parameters_of(module),
+        example,
+        sizes.conditions(wishes.conditions),
+        wishes.outcome(example, sizes.place),
     )
+    return TracedGraph(
+        module, graph, signature, sizes.free(), sizes.hints(), frozenset(task.opened),
+        _autocast_is_on(),
+    )  # fmt: skip
 
 
 def _autocast_is_on() -> bool:

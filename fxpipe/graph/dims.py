@@ -22,7 +22,7 @@ import sympy
 
 from fxpipe.errors import InputError
 
-__all__ = ["Dim", "evaluate", "free_names", "parse", "plain", "symbol", "text"]
+__all__ = ["Dim", "evaluate", "free_names", "parse", "plain", "solve", "symbol", "text"]
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -55,6 +55,20 @@ def evaluate(dim: Dim | sympy.Basic, values: Mapping[str, int]) -> Any:
             f"given: {', '.join(sorted(values)) or 'none'}"
         )
     return code(*(values[name] for name in names))
+
+
+def solve(dim: sympy.Expr, name: str, value: int) -> int | None:
+    """Return the whole number for a symbol that gives a size like `2*batch + 1` its value.
+
+    None if there is none, or if the size is not of that form.
+    """
+    unknown = symbol(name)
+    slope = dim.coeff(unknown, 1)
+    rest = sympy.expand(dim - slope * unknown)
+    if free_names(slope) or free_names(rest) or slope == 0:
+        return None
+    found, remainder = divmod(value - int(rest), int(slope))
+    return None if remainder else found
 
 
 @functools.lru_cache(maxsize=4096)

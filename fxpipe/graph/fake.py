@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.preserve import local_tensor, preserved
 from fxpipe.graph.realrun import run_real
+from fxpipe.graph.shapes import TracedSizes
 from fxpipe.graph.sized import grown
 from fxpipe.graph.structure import map_leaves
 
@@ -107,7 +107,7 @@ class Quiet:
 
 def fake_mode() -> FakeTensorMode:
     """Make a fake mode with symbolic sizes that takes stray real tensors as they come."""
-    env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    env = TracedSizes(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     # With symbolic sizes looking results up costs more than computing them.
     mode.cache_enabled = False

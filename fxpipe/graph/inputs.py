@@ -18,11 +18,18 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError, PipeliningShapeError
-from fxpipe.graph.dims import Dim, evaluate, free_names, text
+from fxpipe.graph.dims import Dim, evaluate, free_names, solve, symbol, text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.structure import Accessor, branch, has_tensor, map_leaves, walk
 
-__all__ = ["InputSignature", "Parameter", "name_call", "parameters_of", "path_text"]
+__all__ = [
+    "InputSignature",
+    "InputSize",
+    "Parameter",
+    "name_call",
+    "parameters_of",
+    "path_text",
+]
 
 _POSITIONAL = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
 
@@ -104,16 +111,36 @@ def _keyword_only(parameters: tuple[Parameter, ...]) -> list[Parameter]:
 
 
 @dataclass(frozen=True, slots=True)
+class InputSize:
+    """One dimension of one input tensor: an expression, or a number and why it is fixed."""
+
+    input: str
+    dim: int
+    size: Dim
+    reason: str = ""
+
+    @property
+    def is_dynamic(self) -> bool:
+        return not isinstance(self.size, int)
+
+    def __str__(self) -> str:
+        kind = "dynamic" if self.is_dynamic else f"static: {self.reason}"
+        return f"{self.input} dimension {self.dim}: {text(self.size)} ({kind})"
+
+
+@dataclass(frozen=True, slots=True)
 class InputSignature:
     """The inputs of the traced call.
 
     `example` maps each given input to its value, with a `TensorSpec` in place of each
-    tensor; `conditions` are what the sizes must satisfy beyond fitting the specs.
+    tensor; `conditions` are what the sizes must satisfy beyond fitting the specs;
+    `sizes` says of every input dimension whether it may change, and if not why.
     """
 
     parameters: tuple[Parameter, ...]
     example: Mapping[str, Any]
     conditions: tuple[sympy.Basic, ...]
+    sizes: tuple[InputSize, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -156,7 +183,8 @@ class InputSignature:
         for name, value in named.items():
             if name not in self.example and not self._is_default(name, value):
                 faults.append(f"{name}: given, but the traced call left it out")
-        faults += _unsolved_faults(unsolved, values)
+        _solve(unsolved, values)
+        faults += _unsolved_faults(unsolved, values, partial)
         faults += _condition_faults(self.conditions, values)
         if faults:
             raise PipeliningShapeError(
@@ -259,10 +287,26 @@ def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else str(dtype)
 
 
-def _unsolved_faults(unsolved: list[tuple[str, Dim, int]], values: dict[str, int]) -> list[str]:
+def _solve(unsolved: list[tuple[str, Dim, int]], values: dict[str, int]) -> None:
+    """Learn symbols that no input dimension gives directly, such as from `2*half`."""
+    for _, wanted, size in unsolved:
+        missing = free_names(wanted) - values.keys()
+        if len(missing) == 1 and isinstance(wanted, sympy.Expr):
+            (name,) = missing
+            known = {symbol(other): value for other, value in values.items()}
+            value = solve(wanted.xreplace(known), name, size)
+            if value is not None:
+                values[name] = value
+
+
+def _unsolved_faults(
+    unsolved: list[tuple[str, Dim, int]], values: dict[str, int], partial: bool
+) -> list[str]:
     faults = []
     for where, wanted, size in unsolved:
-        if free_names(wanted) <= values.keys():
+        if not free_names(wanted) <= values.keys():
+            faults += [] if partial else [f"{where}: expected {text(wanted)}, got {size}"]
+        else:
             due = int(evaluate(wanted, values))
             if due != size:
                 faults.append(f"{where}: expected {text(wanted)} = {due}, got {size}")

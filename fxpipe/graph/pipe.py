@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph, capture
 from fxpipe.graph.cut import Assignment, by_markers, cut
-from fxpipe.graph.inputs import InputSignature
+from fxpipe.graph.inputs import InputSignature, InputSize
 from fxpipe.graph.interface import (
     StageEdge,
     StageInterface,
@@ -63,6 +63,11 @@ class PipeInfo:
     def input_names(self) -> tuple[str, ...]:
         """Names of the model inputs that carry tensors."""
         return self.inputs.names
+
+    @property
+    def input_sizes(self) -> tuple[InputSize, ...]:
+        """Each dimension of each input: dynamic, or static and why."""
+        return self.inputs.sizes
 
     @property
     def guards(self) -> tuple[Any, ...]:
@@ -212,6 +217,10 @@ def pipeline(
     from `pipe_split()` in any forward, from `split_spec` (`{"layers.2":
     SplitPoint.BEGINNING}`), from `num_stages` (balanced), or from a policy.
 
+    `dynamic_shapes` says which input sizes may differ in later calls: None (whatever the
+    model allows), "batch" (dimension 0 of every tensor), `{"batch": 0, "sequence": 1}`,
+    or what `torch.export` takes; `info().input_sizes` tells what came of it.
+
     Raises:
         SplitError: the request does not fit the model.
         TraceError: code that had to be opened cannot be captured.
@@ -225,7 +234,9 @@ def pipeline(
         opened = {name for name, _ in module.named_modules(remove_duplicate=False)}
     elif num_stages is not None:
         opened |= choose_opened(module, num_stages)
-    traced = capture(module, mb_args, mb_kwargs, opened=opened, splits=spec)
+    traced = capture(
+        module, mb_args, mb_kwargs, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes
+    )
     if split_policy is not None:
         assignment = split_policy(traced)
     elif num_stages is not None:

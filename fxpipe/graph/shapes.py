@@ -23,11 +23,13 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxpipe.graph.dims import plain, symbol
+from fxpipe.graph.dims import evaluate, free_names, plain, solve, symbol
+from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.place import Place, user_frame
 from fxpipe.graph.structure import Accessor, map_leaves, walk
 
-__all__ = ["InputDim", "Sizes", "all_dims", "batch_dims"]
+__all__ = ["InputDim", "Sizes", "TracedSizes", "all_dims"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,12 +39,15 @@ class InputDim:
     path: tuple[Accessor, ...]
     dim: int
 
+    def __str__(self) -> str:
+        return f"{path_text(self.path)} dimension {self.dim}"
 
-def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, str]:
+
+def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, sympy.Expr]:
     """Name every dimension that could vary; equal sizes at one position share a name."""
     tensors = [(path, leaf) for path, leaf in walk(dict(inputs)) if isinstance(leaf, torch.Tensor)]
     deepest = max((tensor.dim() for _, tensor in tensors), default=0)
-    names: dict[InputDim, str] = {}
+    names: dict[InputDim, sympy.Expr] = {}
     taken: set[str] = set()
     for dim in range(deepest):
         groups: dict[int, list[tuple[tuple[Accessor, ...], torch.Tensor]]] = {}
@@ -54,13 +59,8 @@ def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, str]:
                 continue  # next to other sizes, one row is there to be broadcast
             name = _group_name(dim, members, taken)
             taken.add(name)
-            names.update({InputDim(path, dim): name for path, _ in members})
+            names.update({InputDim(path, dim): symbol(name) for path, _ in members})
     return names
-
-
-def batch_dims(inputs: Mapping[str, Any]) -> dict[InputDim, str]:
-    """Name dimension 0 only."""
-    return {dim: name for dim, name in all_dims(inputs).items() if dim.dim == 0}
 
 
 def _group_name(
@@ -76,10 +76,25 @@ def _group_name(
     return f"{stem}_{dim}"
 
 
+class TracedSizes(ShapeEnv):
+    """A ShapeEnv that remembers where in the user's code a symbol lost its freedom."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.settled: dict[sympy.Symbol, tuple[sympy.Basic, Place]] = {}
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        before = self.replacements.get(a)
+        super()._set_replacement(a, tgt, msg)
+        after = self.replacements.get(a)
+        if after is not None and after != before:
+            self.settled[a] = (after, user_frame())
+
+
 class Sizes:
     """The symbols of one trace."""
 
-    def __init__(self, mode: FakeTensorMode, dims: Mapping[InputDim, str]) -> None:
+    def __init__(self, mode: FakeTensorMode, dims: Mapping[InputDim, sympy.Expr]) -> None:
         self._mode = mode
         self._dims = dims
         self._sizes: dict[str, torch.SymInt] = {}
@@ -107,8 +122,8 @@ class Sizes:
 
     def _fake_tensor(self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: Any) -> Any:
         shape = [
-            self._size(name, int(size))
-            if (name := self._dims.get(InputDim(path, dim)))
+            self._size(wanted, int(size))
+            if (wanted := self._dims.get(InputDim(path, dim))) is not None
             else int(size)
             for dim, size in enumerate(tensor.shape)
         ]
@@ -120,7 +135,15 @@ class Sizes:
                     made = made.view_as(made)
         return made
 
-    def _size(self, name: str, example: int) -> torch.SymInt:
+    def _size(self, wanted: sympy.Expr, example: int) -> Any:
+        if isinstance(wanted, sympy.Symbol):
+            return self._symbol(wanted.name, example)
+        (name,) = free_names(wanted)
+        root = solve(wanted, name, example)
+        assert root is not None, f"{wanted} cannot be {example}"
+        return evaluate(wanted, {name: self._symbol(name, root)})  # type: ignore[dict-item]
+
+    def _symbol(self, name: str, example: int) -> torch.SymInt:
         if name not in self._sizes:
             # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
             hint = max(example, 2)
@@ -175,9 +198,19 @@ class Sizes:
             for name in _names_in(ours)
         }
 
-    def conditions(self) -> tuple[sympy.Basic, ...]:
-        """Return what the sizes must satisfy for the graph to be right."""
-        found: dict[sympy.Basic, None] = {}
+    def place(self, name: str) -> Place | None:
+        """Return where the model fixed a size, or made it follow from another."""
+        found: Place | None = None
+        current: Any = next((s for s, ours in self._names.items() if ours == symbol(name)), None)
+        settled = getattr(self.env, "settled", {})
+        while current in settled:
+            current, found = settled[current]
+        return found
+
+    def conditions(self, wanted: Iterable[sympy.Basic] = ()) -> tuple[sympy.Basic, ...]:
+        """Return what the sizes must satisfy: for the graph to be right, and `wanted`."""
+        ours = {ours: made for made, ours in self._names.items()}
+        found: dict[sympy.Basic, None] = {self.plain(c.xreplace(ours)): None for c in wanted}
         for expr in self._decisions:
             holds = bool(self.env.replace(expr).xreplace(self.env.backed_var_to_val))
             found[self.plain(expr if holds else sympy.Not(expr))] = None

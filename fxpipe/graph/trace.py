@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import linecache
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -36,11 +34,12 @@ from fxpipe.graph.decide import DECISIONS, Decisions
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.place import user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
 from fxpipe.graph.tape import Tape, UnknownTensorError, given
 
-__all__ = ["Ambient", "Trace", "user_frame"]
+__all__ = ["Ambient", "Trace"]
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -331,36 +330,6 @@ class Trace(TorchFunctionMode):
             "keep this code inside a submodule that is not split (fxpipe leaves those as they "
             "are), move the split, or compute the decision from sizes or constants"
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A line of the user's code."""
-
-    file: str
-    line: int
-
-    @property
-    def source(self) -> str:
-        return linecache.getline(self.file, self.line).strip()
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-_OURS = __file__.rpartition("/")[0]
-_TORCH = torch.__file__.rpartition("/")[0] + "/"
-
-
-def user_frame() -> Place:
-    """Return the innermost line on the stack that is neither ours nor torch's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCH, "<")):
-            return Place(file, frame.f_lineno)
-        frame = frame.f_back
-    return Place("<unknown>", 0)
 
 
 def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:

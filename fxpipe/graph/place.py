@@ -1,0 +1,60 @@
+"""Where in the user's code something happens.
+
+`user_frame` looks at the running stack, `failing_frame` at the traceback of an
+exception. Both skip fxpipe's own files and torch's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import linecache
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["Place", "failing_frame", "user_frame"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+_OURS = __file__.rpartition("/")[0]
+_TORCH = torch.__file__.rpartition("/")[0] + "/"
+
+
+def user_frame() -> Place:
+    """Return the innermost line on the stack that is neither ours nor torch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return Place(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return Place("<unknown>", 0)
+
+
+def failing_frame(error: BaseException) -> Place | None:
+    """Return the innermost line of the user's code that an exception came through."""
+    found: Place | None = None
+    step = error.__traceback__
+    while step is not None:
+        if _is_users(step.tb_frame.f_code.co_filename):
+            found = Place(step.tb_frame.f_code.co_filename, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCH, "<"))

@@ -21,13 +21,14 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
+from fxpipe.graph.calls import Constant, Rebuild, child_of, given
 from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.modes import ModeDependent
 from fxpipe.graph.structure import branch, walk
-from fxpipe.graph.tape import Constant, Rebuild, child_of, given, last_part
+from fxpipe.graph.tape import last_part
 
 __all__ = ["Flow", "accessor_of", "as_tensor", "is_free", "symbols_in", "work_nodes"]
 

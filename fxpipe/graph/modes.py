@@ -24,9 +24,10 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.calls import Constant, Rebuild
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.structure import walk
-from fxpipe.graph.tape import Constant, Rebuild, last_part
+from fxpipe.graph.tape import last_part
 
 __all__ = ["TrainingFlag", "choose", "merge_modes"]
 

@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import fx
 
-from fxpipe.graph.dims import evaluate, text
+from fxpipe.graph.calls import (
+    Ambient,
+    Constant,
+    Formula,
+    Fresh,
+    OnlyIf,
+    Rebuild,
+    Within,
+    device_of,
+    given,
+    like,
+    or_zeros,
+)
 from fxpipe.graph.flow import Flow, accessor_of, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.modes import TrainingFlag
 from fxpipe.graph.structure import branch, mutable_parts
-from fxpipe.graph.tape import WRITABLE, Constant, Fresh, Rebuild, StageDevice, given
-from fxpipe.graph.trace import Ambient
+from fxpipe.graph.tape import WRITABLE, StageDevice
 
-__all__ = ["StageGraph", "StageWriter", "device_of"]
+__all__ = ["StageGraph", "StageWriter", "Within"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,93 +342,3 @@ def _start() -> None:
 
 def _has_parameters(flow: Flow, name: str) -> bool:
     return any(True for _ in flow.traced.module.get_submodule(name).parameters())
-
-
-def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
-    """Return the value, or zeros if this mode does not compute it."""
-    return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
-
-
-def like(value: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
-    """Return the value in the dtype of a module's parameters, for code that reads it off."""
-    if module is None:
-        return value
-    dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-    return value.detach().to(dtype)
-
-
-def device_of(value: Any) -> torch.device:
-    """Return the device of a tensor or of a module's parameters."""
-    if isinstance(value, nn.Module):
-        value = next(value.parameters())
-    return torch.device("cpu") if value is None else value.device
-
-
-class Formula:
-    """A callable that computes a size from others."""
-
-    def __init__(self, expr: sympy.Basic, names: Sequence[str]) -> None:
-        self._expr = expr
-        self._names = tuple(names)
-        self.__name__ = self.__qualname__ = "size_" + "".join(
-            c if c.isalnum() else "_" for c in text(expr)
-        )
-        self.__module__ = __name__
-
-    def __call__(self, *sizes: int) -> Any:
-        return evaluate(self._expr, dict(zip(self._names, sizes, strict=True)))
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Formula:
-        return self
-
-
-class Within:
-    """A callable that runs another under the settings it was traced with."""
-
-    def __init__(self, ambient: Ambient, target: Any) -> None:
-        self._ambient = ambient
-        self._target = target
-        name = getattr(target, "__name__", str(target or "call"))
-        words = ["no_grad"] if ambient.grad is False else []
-        words += ["autocast"] if ambient.autocast else []
-        self.__name__ = self.__qualname__ = "_".join([name, *words])
-        self.__module__ = __name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from contextlib import ExitStack
-
-        with ExitStack() as stack:
-            if self._ambient.grad is not None:
-                stack.enter_context(torch.set_grad_enabled(self._ambient.grad))
-            for kind, dtype, enabled, cache in self._ambient.autocast:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache)
-                )
-            return _call(self._target, args, kwargs)
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Within:
-        return self
-
-
-class OnlyIf:
-    """A callable that runs another in one mode only; its first argument is the flag."""
-
-    def __init__(self, training: bool, target: Any) -> None:
-        self._training = training
-        self._target = target
-        name = getattr(target, "__name__", str(target or "call"))
-        self.__name__ = self.__qualname__ = f"{name}_if_{'training' if training else 'evaluating'}"
-        self.__module__ = __name__
-
-    def __call__(self, training: bool, *args: Any, **kwargs: Any) -> Any:
-        return _call(self._target, args, kwargs) if training is self._training else None
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> OnlyIf:
-        return self
-
-
-def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function, a method by its name, or the module that is the first argument."""
-    if isinstance(target, str):
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs) if target is not None else args[0](*args[1:], **kwargs)

@@ -15,7 +15,6 @@ view, taken again after the change", so that a cut between the two stays right.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
+from fxpipe.graph.calls import Constant, Fresh, Rebuild, TensorConstant, after, child_of
 from fxpipe.graph.structure import (
     SYMBOLIC,
     Accessor,
@@ -39,12 +38,11 @@ from fxpipe.graph.structure import (
 
 __all__ = [
     "STAGE_DEVICE",
+    "Constant",
     "Rebuild",
     "StageDevice",
     "Tape",
     "UnknownTensorError",
-    "after",
-    "child_of",
 ]
 
 
@@ -68,41 +66,11 @@ class UnknownTensorError(Exception):
     """A tensor that no recorded operation made."""
 
 
-class Rebuild:
-    """A callable that builds a nested value from its children; one level only."""
-
-    def __init__(self, kind: type, make: Callable[[tuple[Any, ...]], Any]) -> None:
-        self._make = make
-        self.__name__ = self.__qualname__ = f"make_{kind.__name__}"
-        self.__module__ = __name__
-
-    def __call__(self, *children: Any) -> Any:
-        return self._make(children)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rebuild:
-        return self
-
-
 def last_part(node: fx.Node) -> fx.Node:
     """Return the last of the nodes behind this one that only take parts of its value."""
     while node.next.meta.get("accessor") and node.next.op == "call_function":
         node = node.next
     return node
-
-
-def child_of(value: Any, index: int) -> Any:
-    """Return one child of a value that is registered with torch's pytree."""
-    return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][index]
-
-
-def given(value: Any) -> Any:
-    """Return `value`: a list or dict that needs an identity because a call changes it."""
-    return value
-
-
-def after(value: Any, change: Any) -> Any:
-    """Return `value`; the second argument orders this after the call that changed it."""
-    return value
 
 
 @dataclasses.dataclass(slots=True)
@@ -357,35 +325,6 @@ class Tape:
             if found is not None and storage in self._changes:
                 found.meta["storage"] = storage
                 found.meta["is_view"] = is_view
-
-
-class Constant:
-    """A callable that returns an object which graph code cannot write down."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-        self.__name__ = self.__qualname__ = f"constant_{type(value).__name__}"
-        self.__module__ = __name__
-
-    def __call__(self) -> Any:
-        return self._value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Constant:
-        return self
-
-
-class Fresh(Constant):
-    """A callable that returns a new copy of an object each time."""
-
-    def __call__(self) -> Any:
-        return copy.deepcopy(self._value)
-
-
-class TensorConstant(Constant):
-    """A callable that returns a tensor which is no parameter or buffer, on a device."""
-
-    def __call__(self, device: Any = None) -> Any:
-        return self._value if device is None else self._value.to(device)
 
 
 WRITABLE = (

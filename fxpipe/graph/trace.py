@@ -11,9 +11,7 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -30,30 +28,24 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.calls import Ambient, given
 from fxpipe.graph.decide import DECISIONS, Decisions
 from fxpipe.graph.fake import FakeState, Left
+from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.place import user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
-from fxpipe.graph.tape import Tape, UnknownTensorError, given
+from fxpipe.graph.tape import Tape, UnknownTensorError
 
-__all__ = ["Ambient", "Trace"]
+__all__ = ["Trace"]
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ambient:
-    """Settings that opened code was under when it ran an operation, if not the usual ones."""
-
-    grad: bool | None = None
-    autocast: tuple[tuple[Any, ...], ...] = ()
 
 
 class Trace(TorchFunctionMode):
@@ -94,7 +86,7 @@ class Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._busy or _is_metadata(func):
+        if self._busy or is_metadata(func):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
@@ -210,8 +202,8 @@ class Trace(TorchFunctionMode):
         output = map_leaves(
             lambda leaf: self._alias(leaf) if id(leaf) in known - in_place else leaf, output
         )
-        op, target, node_args, node_kwargs = _as_node(func, args, kwargs, name)
-        node_args, node_kwargs = _plain_tuples(node_args), _plain_tuples(node_kwargs)
+        op, target, node_args, node_kwargs = as_node(func, args, kwargs)
+        node_args, node_kwargs = plain_tuples(node_args), plain_tuples(node_kwargs)
         node = self.tape.write(op, target, self._argument(node_args), self._argument(node_kwargs))
         self.tape.adopt(node, output, tensors)
         for tensor in changed:
@@ -235,7 +227,7 @@ class Trace(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._busy = True
         try:
-            if any(word in getattr(func, "__name__", "") for word in _INSIST):
+            if any(word in getattr(func, "__name__", "") for word in INSISTENT):
                 found = self._leaves.run_function(func, args, kwargs)
                 if found:
                     return found[0]
@@ -355,66 +347,3 @@ def _state_names(module: nn.Module) -> dict[int, list[str]]:
     ):
         names.setdefault(id(tensor), []).append(name)
     return names
-
-
-# -- torch functions as nodes
-
-_METADATA_GETTERS = {
-    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
-    "is_meta", "is_sparse", "is_quantized", "names", "grad_fn", "_version", "itemsize", "nbytes",
-    "is_mps", "is_xpu", "is_nested", "is_mkldnn", "output_nr", "retains_grad",
-}  # fmt: skip
-_METADATA_METHODS = {
-    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous",
-    "element_size", "storage_offset", "nelement", "ndimension", "get_device", "__len__",
-    "is_signed", "is_pinned", "is_inference", "is_set_to", "__hash__", "__repr__", "__format__",
-    "is_same_size",
-    "has_names", "dim_order", "is_conj", "is_neg", "__deepcopy__",
-}  # fmt: skip
-
-
-# Functions for which torch insists on all sizes where only some matter.
-_INSIST = ("pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
-
-
-def _is_metadata(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") in _METADATA_GETTERS
-    return name in _METADATA_METHODS
-
-
-_OPERATORS = {
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-}
-
-
-def _as_node(func: Any, args: Any, kwargs: Any, name: str | None) -> tuple[str, Any, Any, Any]:
-    called = getattr(func, "__name__", "")
-    if called in ("__get__", "__set__") and hasattr(func, "__self__"):
-        attribute = func.__self__.__name__
-        if called == "__get__":
-            return "call_function", getattr, (args[0], attribute), {}
-        return "call_function", setattr, (args[0], attribute, args[1]), {}
-    if called in _OPERATORS:
-        return "call_function", _OPERATORS[called], args, kwargs
-    if args and isinstance(args[0], torch.Tensor) and _is_method(func, called):
-        return "call_method", called, args, kwargs
-    return "call_function", func, args, kwargs
-
-
-def _plain_tuples(value: Any) -> Any:
-    """Return arguments with tuples in place of torch.Size, which torch takes as well."""
-    if isinstance(value, torch.Size):
-        return tuple(value)
-    if type(value) in (tuple, list):
-        return type(value)(map(_plain_tuples, value))
-    if type(value) is dict:
-        return {key: _plain_tuples(part) for key, part in value.items()}
-    return value
-
-
-def _is_method(func: Any, name: str) -> bool:
-    method = getattr(torch.Tensor, name, None)
-    return method is not None and (method is func or method == func)

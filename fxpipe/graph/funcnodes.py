@@ -1,0 +1,75 @@
+"""How a torch function that ran in opened code is written as a node.
+
+Functions that only ask for a tensor's size, dtype or the like are no nodes at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+__all__ = ["INSISTENT", "as_node", "is_metadata", "plain_tuples"]
+
+_METADATA_GETTERS = {
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "names", "grad_fn", "_version", "itemsize", "nbytes",
+    "is_mps", "is_xpu", "is_nested", "is_mkldnn", "output_nr", "retains_grad",
+}  # fmt: skip
+_METADATA_METHODS = {
+    "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous",
+    "element_size", "storage_offset", "nelement", "ndimension", "get_device", "__len__",
+    "is_signed", "is_pinned", "is_inference", "is_set_to", "__hash__", "__repr__", "__format__",
+    "is_same_size",
+    "has_names", "dim_order", "is_conj", "is_neg", "__deepcopy__",
+}  # fmt: skip
+
+
+# Functions for which torch insists on all sizes where only some matter.
+INSISTENT = ("pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
+
+
+def is_metadata(func: Any) -> bool:
+    """Say whether a function only asks about a tensor, not for its values."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _METADATA_GETTERS
+    return name in _METADATA_METHODS
+
+
+_OPERATORS = {
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+}
+
+
+def as_node(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+    """Return op, target, args and kwargs of the node for a call."""
+    called = getattr(func, "__name__", "")
+    if called in ("__get__", "__set__") and hasattr(func, "__self__"):
+        attribute = func.__self__.__name__
+        if called == "__get__":
+            return "call_function", getattr, (args[0], attribute), {}
+        return "call_function", setattr, (args[0], attribute, args[1]), {}
+    if called in _OPERATORS:
+        return "call_function", _OPERATORS[called], args, kwargs
+    if args and isinstance(args[0], torch.Tensor) and _is_method(func, called):
+        return "call_method", called, args, kwargs
+    return "call_function", func, args, kwargs
+
+
+def plain_tuples(value: Any) -> Any:
+    """Return arguments with tuples in place of torch.Size, which torch takes as well."""
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if type(value) in (tuple, list):
+        return type(value)(map(plain_tuples, value))
+    if type(value) is dict:
+        return {key: plain_tuples(part) for key, part in value.items()}
+    return value
+
+
+def _is_method(func: Any, name: str) -> bool:
+    method = getattr(torch.Tensor, name, None)
+    return method is not None and (method is func or method == func)

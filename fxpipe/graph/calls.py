@@ -21,6 +21,7 @@ from fxpipe.graph.dims import evaluate, text
 
 __all__ = [
     "Ambient",
+    "Applied",
     "Constant",
     "Formula",
     "Fresh",
@@ -64,6 +65,21 @@ class Rebuild:
         return self._make(children)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rebuild:
+        return self
+
+
+class Applied:
+    """A callable that applies a `torch.autograd.Function`, with its own backward."""
+
+    def __init__(self, function: type) -> None:
+        self._function: Any = function
+        self.__name__ = self.__qualname__ = function.__name__
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function.apply(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
         return self
 
 

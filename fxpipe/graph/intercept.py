@@ -54,9 +54,10 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for kind in _callable_classes(module):
             original = kind.__dict__["__call__"]
             stack.enter_context(_patched(kind, "__call__", _watched_call(original, seer, here)))
-        function = torch.autograd.Function
-        apply = function.__dict__["apply"]
-        stack.enter_context(_patched(function, "apply", _watched_apply(apply, seer, here)))
+        # Not `Function` itself: code may hold its `apply` from before, as in
+        # `square = Square.apply`. What that calls in turn is looked up here.
+        function = torch.autograd.Function.__mro__[1]
+        stack.enter_context(_patched(function, "apply", _watched_apply(function, seer, here)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
             (torch.SymInt, ("__bool__", "__int__", "__index__")),
@@ -164,9 +165,10 @@ def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     return call
 
 
-def _watched_apply(original: Any, seer: Seer, here: Callable[[], bool]) -> Any:
+def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> Any:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        call = original.__get__(None, cls)
+        parent: Any = super(owner, cls)
+        call = parent.apply
         return seer.on_function(cls, call, args, kwargs) if here() else call(*args, **kwargs)
 
     return classmethod(apply)

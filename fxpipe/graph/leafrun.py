@@ -76,6 +76,13 @@ class LeafRuns:
             return []
         return [] if outcome is None or outcome.changed else [outcome.output]
 
+    def run_function_real(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, failure: Exception
+    ) -> Any:
+        """Return what a function returns, by running it on made-up real tensors."""
+        with Left(self._mode), self._state.real():
+            return run_real(self._mode, nn.Module(), func, args, kwargs, failure)
+
     def touch(self, args: Iterable[Any]) -> None:
         """Take note of the tensors that an operation inside a leaf uses."""
         if self._touched is None:

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.calls import Ambient, given
+from fxpipe.graph.calls import Ambient, Applied, given
 from fxpipe.graph.decide import DECISIONS, Decisions
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
@@ -123,7 +123,7 @@ class Trace(TorchFunctionMode):
             self._leaves.touch((*args, *kwargs.values()))
         if self._leaf_stack or self._busy:
             return call(*args, **kwargs)
-        return self._operation(call, args, kwargs, name=function.__name__)
+        return self._operation(Applied(function), args, kwargs, real=True)
 
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
@@ -190,10 +190,11 @@ class Trace(TorchFunctionMode):
             self.tape.object_changed(part, holder, node)
         return outcome.output
 
-    def _operation(self, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
+    def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
+        """Run a function and write its node; if fakes fail and `real`, on made-up tensors."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        output = self._run(func, args, kwargs)
+        output = self._run(func, args, kwargs, real)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if not changed and not has_tensor(output):
             return output
@@ -224,7 +225,7 @@ class Trace(TorchFunctionMode):
     def _alias(self, leaf: Any) -> Any:
         return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         self._busy = True
         try:
             if any(word in getattr(func, "__name__", "") for word in INSISTENT):
@@ -232,14 +233,16 @@ class Trace(TorchFunctionMode):
                 if found:
                     return found[0]
             return func(*args, **kwargs)
-        except _DATA_DEPENDENT:
-            raise TraceError(self._data_dependent(func)) from None
-        except Exception:
+        except Exception as error:
+            if isinstance(error, _DATA_DEPENDENT) and not real:
+                raise TraceError(self._data_dependent(func)) from None
             # Some operations cannot follow symbols; learn the sizes like those of a leaf.
             found = self._leaves.run_function(func, args, kwargs)
-            if not found:
-                raise
-            return found[0]
+            if found:
+                return found[0]
+            if real:
+                return self._leaves.run_function_real(func, args, kwargs, error)
+            raise
         finally:
             self._busy = False
 

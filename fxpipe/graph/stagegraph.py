@@ -30,6 +30,7 @@ from fxpipe.graph.calls import (
     like,
     or_zeros,
 )
+from fxpipe.graph.checkpointing import with_checkpoints
 from fxpipe.graph.flow import Flow, accessor_of, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.modes import TrainingFlag
@@ -322,7 +323,7 @@ class StageWriter:
             self._graph.output(values[0] if len(values) == 1 else values)
         self._graph.erase_node(self._first)
         return StageGraph(
-            self._graph,
+            with_checkpoints(self._graph),
             received,
             tuple(self._inputs),
             sent,
@@ -333,7 +334,7 @@ class StageWriter:
         )
 
 
-_KEPT = {"spec", "where", "owner", "accessor"}
+_KEPT = {"spec", "where", "owner", "accessor", "checkpoint"}
 
 
 def _start() -> None:

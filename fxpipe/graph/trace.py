@@ -26,9 +26,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.calls import Ambient, Applied, given
+from fxpipe.graph.checkpointing import Region
 from fxpipe.graph.decide import DECISIONS, Decisions
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
@@ -76,6 +78,7 @@ class Trace(TorchFunctionMode):
         self._leaf_stack: list[nn.Module] = []
         self._busy = False
         self._autocast: list[tuple[Any, ...]] = []
+        self._regions: list[Region] = []
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -123,7 +126,20 @@ class Trace(TorchFunctionMode):
             self._leaves.touch((*args, *kwargs.values()))
         if self._leaf_stack or self._busy:
             return call(*args, **kwargs)
+        if function is CheckpointFunction:
+            return self._reentrant(*args)
         return self._operation(Applied(function), args, kwargs, real=True)
+
+    def _reentrant(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # as this variant of checkpoint does it
+                return run(*args)
+        options = {"preserve_rng_state": preserve}
+        self.on_checkpoint(True, options)
+        try:
+            return run(*args)
+        finally:
+            self.on_checkpoint(False, options)
 
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
@@ -135,7 +151,13 @@ class Trace(TorchFunctionMode):
             if name is not None:
                 self.training_read.add(name)
 
-    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None:
+        if self._leaf_stack or self._busy:
+            return
+        if entering:
+            self._regions.append(Region(options))
+        else:
+            self._regions.pop()
 
     def on_autocast(self, region: Any, entering: bool) -> None:
         if self._leaf_stack or self._busy:
@@ -267,6 +289,8 @@ class Trace(TorchFunctionMode):
         ambient = Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
         if ambient != Ambient():
             node.meta["ambient"] = ambient
+        if self._regions:
+            node.meta["checkpoint"] = tuple(self._regions)
 
     # -- splits
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -18,8 +19,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.graph.dims import evaluate, text
+from fxpipe.graph.structure import closed_over
 
 __all__ = [
+    "ACCESS",
     "Ambient",
     "Applied",
     "Constant",
@@ -30,6 +33,7 @@ __all__ = [
     "TensorConstant",
     "Within",
     "after",
+    "cell_of",
     "child_of",
     "device_of",
     "given",
@@ -41,6 +45,20 @@ __all__ = [
 def child_of(value: Any, index: int) -> Any:
     """Return one child of a value that is registered with torch's pytree."""
     return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][index]
+
+
+def cell_of(function: Any, index: int) -> Any:
+    """Return one of the values that a function closes over."""
+    return closed_over(function)[index]
+
+
+# How to follow each kind of accessor of `structure`.
+ACCESS: dict[str, Callable[..., Any]] = {
+    "item": operator.getitem,
+    "attr": getattr,
+    "child": child_of,
+    "cell": cell_of,
+}
 
 
 def given(value: Any) -> Any:

@@ -96,6 +96,9 @@ class Quiet:
     def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
     def on_decision(self, value: Any) -> None: ...
 
     def on_training(self, module: nn.Module) -> None: ...

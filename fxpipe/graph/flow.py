@@ -12,8 +12,7 @@ its base is, and the view is taken again.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -21,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.calls import Constant, Rebuild, child_of, given
+from fxpipe.graph.calls import ACCESS, Constant, Rebuild, given
 from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
@@ -252,7 +251,7 @@ class Flow:
             part = accessor_of(node, key)
             if part is None:
                 part = self._add(
-                    node, "call_function", _ACCESS[kind], (node, key), f"{node.name}_{key}", child
+                    node, "call_function", ACCESS[kind], (node, key), f"{node.name}_{key}", child
                 )
                 part.meta["accessor"] = True
             if isinstance(child, TensorSpec):
@@ -308,13 +307,6 @@ class Flow:
         raise SplitError(
             f"stage {stage} needs the size {name}, and no earlier stage has it; move the split"
         )
-
-
-_ACCESS: dict[str, Callable[..., Any]] = {
-    "item": operator.getitem,
-    "attr": getattr,
-    "child": child_of,
-}
 
 
 def accessor_of(node: fx.Node, key: Any) -> fx.Node | None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._functorch import apis
 
 __all__ = ["Seer", "intercepted", "run_forward", "user_hooks"]
 
@@ -32,6 +33,8 @@ class Seer(Protocol):
     def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any: ...
 
     def on_function(self, function: type, call: Call, args: Any, kwargs: Any) -> Any: ...
+
+    def on_vmap(self, call: Call, args: Any, kwargs: Any) -> Any: ...
 
     def on_decision(self, value: Any) -> None: ...
 
@@ -68,6 +71,8 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
                     watched = _watched_decision(kind.__dict__[name], seer, here)
                     stack.enter_context(_patched(kind, name, watched))
         stack.enter_context(_patched(nn.Module, "training", _training(seer, here)))
+        vmap = apis.__dict__["vmap_impl"]
+        stack.enter_context(_patched(apis, "vmap_impl", _watched_vmap(vmap, seer, here)))
         autocast = torch.amp.autocast_mode.autocast
         for name, entering in (("__enter__", True), ("__exit__", False)):
             watched = _watched_autocast(autocast.__dict__[name], seer, here, entering)
@@ -172,6 +177,14 @@ def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> Any:
         return seer.on_function(cls, call, args, kwargs) if here() else call(*args, **kwargs)
 
     return classmethod(apply)
+
+
+def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return seer.on_vmap(original, args, kwargs) if here() else original(*args, **kwargs)
+
+    return run
 
 
 def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:

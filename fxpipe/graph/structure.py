@@ -7,12 +7,14 @@ value from other children. Everything else (walking, replacing tensors, writing
 graph code that rebuilds a value) is a recursion over `branch`.
 
 Tensors and symbolic numbers are leaves. So is every value without tensors in
-it: it is a constant. Modules and classes are constants even if they hold tensors.
+it: it is a constant. Modules and classes are constants even if they hold tensors. A
+Python function is taken apart into what it closes over, if tensors are among it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -29,6 +31,7 @@ __all__ = [
     "Accessor",
     "Branch",
     "branch",
+    "closed_over",
     "contents",
     "copied",
     "has_tensor",
@@ -38,7 +41,8 @@ __all__ = [
     "walk",
 ]
 
-# How to get from a value to its child: ("item", key), ("attr", name) or ("child", index).
+# How to get from a value to its child: ("item", key), ("attr", name), ("child", index)
+# or, for what a function closes over, ("cell", index).
 Accessor = tuple[str, Any]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -48,7 +52,7 @@ _ATOMS = (
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
     functools.partial, nn.Module, torch.Tensor, *SYMBOLIC,
 )  # fmt: skip
-_DEEPEST = 8
+_DEEPEST = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ def branch(value: Any) -> Branch | None:
         return Branch(_items(keys), tuple(value.values()), _dict_maker(keys), True)
     if kind is torch.Size and any(isinstance(size, torch.SymInt) for size in value):
         return Branch(_items(range(len(value))), tuple(value), _size, False)
+    if kind is types.FunctionType and has_tensor(value):
+        return _closure(value)
     if isinstance(value, _ATOMS) or getattr(kind, "is_atom", False):
         return None
     if isinstance(value, tuple):
@@ -116,11 +122,16 @@ def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bo
     if isinstance(value, (torch.Tensor, *SYMBOLIC)) or getattr(type(value), "is_atom", False):
         return True
     seen = set() if _seen is None else _seen
-    if isinstance(value, _ATOMS) or _depth > _DEEPEST or id(value) in seen:
+    is_closure = type(value) is types.FunctionType and bool(value.__closure__)
+    if _depth > _DEEPEST or id(value) in seen:
+        return False
+    if isinstance(value, _ATOMS) and not is_closure:
         return False
     seen.add(id(value))
-    if isinstance(value, dict):
-        inner: Any = value.values()
+    if is_closure:
+        inner: Any = closed_over(value)
+    elif isinstance(value, dict):
+        inner = value.values()
     elif isinstance(value, (tuple, list, collections.deque)):
         inner = value
     elif hasattr(value, "__dict__"):
@@ -193,6 +204,50 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     return tuple(vars(value).values()) if hasattr(value, "__dict__") else None
 
 
+def closed_over(function: Any) -> tuple[Any, ...]:
+    """Return what a function closes over; a name that has no value yet is left out."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):
+            found.append(cell.cell_contents)
+    return tuple(found)
+
+
+def _closure(function: Any) -> Branch | None:
+    children = closed_over(function)
+    if len(children) != len(function.__closure__) or _holds(function, children):
+        return None
+
+    def make(new: tuple[Any, ...]) -> Any:
+        made = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            tuple(map(types.CellType, new)),
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        made.__qualname__ = function.__qualname__
+        return made
+
+    return Branch(tuple(("cell", index) for index in range(len(children))), children, make, False)
+
+
+def _holds(function: Any, values: tuple[Any, ...], _depth: int = 0) -> bool:
+    """Say whether a function is among what it closes over, however deep."""
+    if _depth > _DEEPEST:
+        return True
+    for value in values:
+        if value is function:
+            return True
+        inner = closed_over(value) if type(value) is types.FunctionType else ()
+        if type(value) in (tuple, list):
+            inner = tuple(value)
+        if inner and _holds(function, inner, _depth + 1):
+            return True
+    return False
+
+
 def _items(keys: Any) -> tuple[Accessor, ...]:
     return tuple(("item", key) for key in keys)
 
@@ -241,15 +296,26 @@ def _registered_paths(node: Any, value: Any) -> tuple[Accessor, ...]:
 
 def _attributes(value: Any, names: tuple[str, ...]) -> Branch:
     children = tuple(getattr(value, name) for name in names)
-    template = copy.copy(value)
+    template = _shallow(value)
     for name, child in zip(names, children, strict=True):
         if has_tensor(child):
             object.__setattr__(template, name, None)
 
     def make(new: tuple[Any, ...]) -> Any:
-        made = copy.copy(template)
+        made = _shallow(template)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(made, name, child)
         return made
 
     return Branch(tuple(("attr", name) for name in names), children, make, False)
+
+
+def _shallow(value: Any) -> Any:
+    """Return a copy with the same attributes; a class's own `__copy__` may expect more of them."""
+    kind: Any = type(value)
+    has_slots = any(getattr(parent, "__slots__", ()) for parent in kind.__mro__)
+    if has_slots or not hasattr(value, "__dict__") or kind.__new__ is not object.__new__:
+        return copy.copy(value)
+    made = object.__new__(kind)
+    vars(made).update(vars(value))
+    return made

@@ -16,7 +16,6 @@ view, taken again after the change", so that a cut between the two stays right.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxpipe.graph.calls import Constant, Fresh, Rebuild, TensorConstant, after, child_of
+from fxpipe.graph.calls import ACCESS, Constant, Fresh, Rebuild, TensorConstant, after
 from fxpipe.graph.structure import (
     SYMBOLIC,
     Accessor,
@@ -249,7 +248,7 @@ class Tape:
         if key not in self._accessed:
             owner = self._access(node, path[:-1])
             kind, name = path[-1]
-            target: Any = {"item": operator.getitem, "attr": getattr, "child": child_of}[kind]
+            target: Any = ACCESS[kind]
             with self.graph.inserting_after(last_part(owner)):
                 made = self.graph.create_node(
                     "call_function", target, (owner, name), {}, f"{owner.name}_{name}"
@@ -345,9 +344,7 @@ def symbolic(value: Any) -> Any:
 
 def _part(value: Any, accessor: Accessor) -> Any:
     kind, name = accessor
-    if kind == "item":
-        return value[name]
-    return getattr(value, name) if kind == "attr" else child_of(value, name)
+    return ACCESS[kind](value, name)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -35,6 +35,7 @@ from fxpipe.graph.decide import DECISIONS, Decisions
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
 from fxpipe.graph.leafrun import LeafRuns
+from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.place import user_frame
 from fxpipe.graph.shapes import Sizes
@@ -144,6 +145,14 @@ class Trace(TorchFunctionMode):
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
             self._sizes.decided(value)
+
+    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack:
+            self._leaves.touch(leaf for _, leaf in walk((args, kwargs)))
+        if self._leaf_stack or self._busy:
+            return call(*args, **kwargs)
+        modes = function_modes()
+        return self._operation(Mapped(modes[modes.index(self) + 1 :]), args, kwargs)
 
     def on_training(self, module: nn.Module) -> None:
         if not (self._leaf_stack or self._busy):

@@ -24,7 +24,7 @@ from fxpipe.graph import markers
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.preserve import preserved
 from fxpipe.graph.realrun import run_real
-from fxpipe.graph.sized import Values, exprs_in, hints_of, learn_sizes, number_at
+from fxpipe.graph.sized import Values, empty, exprs_in, hints_of, learn_sizes, number_at
 from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, mutable_parts, walk
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
@@ -210,25 +210,7 @@ def fresh(tensor: torch.Tensor, shape: Any = None, stride: Any = None) -> torch.
     """Return a new fake tensor like this one, or of another size, that may be changed."""
     shape = tensor.shape if shape is None else shape
     stride = tensor.stride() if stride is None else stride
-    with torch.enable_grad():
-        if tensor.requires_grad:
-            anchor = torch.empty((), device=tensor.device, requires_grad=True)
-            grown: Any = _Grown.apply
-            made: torch.Tensor = grown(anchor, tensor, shape, stride)
-            return made
-    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
-
-
-class _Grown(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, like: torch.Tensor, shape: Any, stride: Any
-    ) -> torch.Tensor:
-        return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, None, None
+    return empty(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _fresh_leaf(leaf: Any) -> Any:

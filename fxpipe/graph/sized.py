@@ -5,8 +5,9 @@ torch insist on sizes that the leaf does not care about. It is run at the exampl
 sizes and once more with every symbol at another size. An output dimension is then
 a number, an input size or a product of two, whichever fits both runs. For a
 dimension that fits none of these (a convolution's, say) more runs decide between
-formulas like `s//2`; if none is left, `learn_sizes` gives up and the caller has to
-follow the symbols after all.
+rules like `s//2`, each at the sizes for which the rules that are left disagree most;
+if none is left, `learn_sizes` gives up and the caller has to follow the symbols
+after all.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv
 
+from fxpipe.graph.sizerules import SizeRule, find_rules, halving_size, most_telling
 from fxpipe.graph.structure import map_leaves, walk
 
-__all__ = ["Values", "exprs_in", "grown", "hints_of", "learn_sizes", "number_at"]
+__all__ = ["Values", "empty", "exprs_in", "grown", "hints_of", "learn_sizes", "number_at"]
 
 Values = Mapping[sympy.Symbol, int]
 # Example sizes times these: divisibility is kept, and different symbols stay different.
 _FACTORS = (3, 2, 5, 7)
-# Further runs that tell formulas apart: example sizes plus these.
-_STEPS = (1, 2, 3, 5)
-_DIVISORS = (2, 3, 4, 5, 6, 7, 8, 14, 16, 32, 64, 160, 320)
+# Further runs that tell rules apart: example sizes plus these (large ones for audio), or,
+# for code that insists on divisible sizes, times those.
+_STEPS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 21, 29, 34, 47, 64, 96, 160, 233, 377)
+_TIMES = (2, 3, 4, 5, 6, 7, 9, 11)
+_FAR = 2048
+_MOST_RUNS = 16
 
 
 def exprs_in(value: Any, env: ShapeEnv) -> list[Any]:
@@ -74,16 +79,16 @@ def learn_sizes(
     In a list, which is empty if the sizes cannot be told. `known` are the sizes of the
     arguments. An exception of the run at the example sizes is the caller's.
     """
-    learner = _Learner(mode, known)
-    learner.add(hints, run_at(hints))
-    if not hints:
-        return learner.result()
-    if not learner.attempt(other_sizes(hints), run_at):
+    learner = _Learner(mode, hints, known)
+    if not learner.add(hints, run_at(hints)):
         return []
-    for step in _STEPS:
-        if not learner.is_ambiguous:
+    if hints and not learner.attempt(other_sizes(hints), run_at):
+        return []
+    for _ in range(_MOST_RUNS):
+        sizes = learner.telling_sizes()
+        if sizes is None:
             break
-        learner.attempt({symbol: size + step for symbol, size in hints.items()}, run_at)
+        learner.attempt(sizes, run_at)
     return learner.result()
 
 
@@ -99,15 +104,22 @@ def other_sizes(hints: Values) -> dict[sympy.Symbol, int]:
 
 
 class _Learner:
-    """Keeps, for each output dimension, the formulas that fit all runs so far."""
+    """Keeps, for each output dimension, the sizes in all runs so far."""
 
-    def __init__(self, mode: FakeTensorMode, known: Iterable[Any]) -> None:
+    def __init__(self, mode: FakeTensorMode, hints: Values, known: Iterable[Any]) -> None:
         self._mode = mode
-        self._known = list(known)
-        self._runs: list[Values] = []
+        self._hints = hints
+        symbols = list(hints)
+        mine = [expr for expr in known if expr.free_symbols <= hints.keys()]
+        self._bases: list[Any] = list(dict.fromkeys((*symbols, *mine)))
+        products = [a * b for a, b in itertools.combinations_with_replacement(symbols, 2)]
+        self._exprs: list[Any] = list(dict.fromkeys((*self._bases, *products)))
+        self._at: list[list[int]] = [[] for _ in self._exprs]  # their values in all runs
         self._outputs: list[Any] = []
         self._leaves: list[list[Any]] = []
-        self.is_ambiguous = False
+        self._tried: set[int] = set()
+        self._halved: list[Values] = []
+        self._pools: dict[frozenset[sympy.Symbol], tuple[list[Values], list[list[int]]]] = {}
 
     def attempt(self, values: Values, run_at: Callable[[Values], Any]) -> bool:
         """Add a run; False if the module does not take these sizes."""
@@ -118,22 +130,79 @@ class _Learner:
         return self.add(values, output)
 
     def add(self, values: Values, output: Any) -> bool:
+        """Add what came out of a run; False if it does not compare."""
         leaves = list(walk(output))
+        if any(_has_symbols(leaf) for _, leaf in leaves):
+            return False
         if self._leaves and not _alike(self._leaves[0], leaves):
             return False
-        self._runs.append(values)
         self._outputs.append(output)
         self._leaves.append(leaves)
-        self.is_ambiguous = any(
-            self._simple(sizes) is None for shape in self._shapes() for sizes in shape
-        )
+        for expr, found in zip(self._exprs, self._at, strict=True):
+            found.append(_value(expr, values))
         return True
+
+    def telling_sizes(self) -> Values | None:
+        """Return the sizes at which a run tells most; None if all is clear, or hopeless."""
+        candidates = [
+            self._rules(sizes)
+            for shape in self._shapes()
+            for sizes in shape
+            if self._simple(sizes) is None
+        ]
+        if not candidates or not all(candidates):
+            return None
+        used = frozenset(
+            symbol
+            for rules in candidates
+            for rule in rules
+            for symbol in self._bases[rule.base].free_symbols
+        )
+        pool, bases = self._pool(used)
+        untried = (run for run in range(len(pool)) if run not in self._tried)
+        run = most_telling(candidates, bases, untried)
+        if run is None:
+            return self._halving(candidates)
+        self._tried.add(run)
+        return pool[run]
+
+    def _halving(self, candidates: Iterable[Sequence[SizeRule]]) -> Values | None:
+        """Return sizes that halve the shifts which the best rule of each dimension leaves."""
+        values = dict(self._hints)
+        for rules in candidates:
+            base = self._bases[rules[0].base]
+            if len(base.free_symbols) != 1:
+                continue
+            (symbol,) = base.free_symbols
+            first = self._hints[symbol]
+            sizes = ((size, _value(base, {symbol: size})) for size in range(first, first + _FAR))
+            if values[symbol] == first:
+                values[symbol] = halving_size(rules, sizes) or first
+        if values == self._hints or values in self._halved:
+            return None
+        self._halved.append(values)
+        return values
+
+    def _pool(self, used: frozenset[sympy.Symbol]) -> tuple[list[Values], list[list[int]]]:
+        """Return sets of sizes, only those in use changed, and the bases at each of them."""
+        if used not in self._pools:
+            pool: list[Values] = []
+            varied = [symbol for symbol in self._hints if symbol in used]
+            for run in range(len(_STEPS) + len(_TIMES)):
+                values = dict(self._hints)
+                for index, symbol in enumerate(varied):
+                    if run < len(_STEPS):
+                        values[symbol] += _STEPS[(run + 3 * index) % len(_STEPS)]
+                    else:
+                        values[symbol] *= _TIMES[(run + 3 * index) % len(_TIMES)]
+                pool.append(values)
+            bases = [[_value(base, values) for values in pool] for base in self._bases]
+            self._pools[used] = (pool, bases)
+        return self._pools[used]
 
     def result(self) -> list[Any]:
         shapes = []
         for shape in self._shapes():
-            if any(isinstance(size, torch.SymInt) for sizes in shape for size in sizes):
-                return []
             found = [self._fit(sizes) for sizes in shape]
             if any(size is None for size in found):
                 return []
@@ -147,52 +216,47 @@ class _Learner:
         with self._mode:
             return [map_leaves(fake, self._outputs[0])]
 
-    def _shapes(self) -> Iterator[list[list[Any]]]:
+    def _shapes(self) -> Iterator[list[list[int]]]:
         """Yield for each leaf, for each of its dimensions, the sizes in all runs."""
         for leaves in zip(*self._leaves, strict=True):
             tensors = [leaf for _, leaf in leaves]
             is_tensor = isinstance(tensors[0], torch.Tensor)
             dims = range(tensors[0].dim()) if is_tensor else range(0)
-            yield [[tensor.shape[dim] for tensor in tensors] for dim in dims]
+            yield [[int(tensor.shape[dim]) for tensor in tensors] for dim in dims]
 
     def _fit(self, sizes: Sequence[int]) -> Any:
         expr = self._simple(sizes)
-        if expr is None and len(sizes) > 3:
-            expr = next((e for e in self._formulas(sizes) if self._fits(e, sizes)), None)
+        if expr is None:
+            rules = self._rules(sizes)
+            expr = _expression(rules[0], self._bases) if rules else None
         if expr is None or isinstance(expr, int):
             return expr
         env = self._mode.shape_env
         assert env is not None
-        return env.create_symintnode(expr, hint=int(sizes[0]))
+        return env.create_symintnode(expr, hint=sizes[0])
 
     def _simple(self, sizes: Sequence[int]) -> Any:
         if all(size == sizes[0] for size in sizes):
-            return int(sizes[0])
-        symbols = list(self._runs[0])
-        products = [a * b for a, b in itertools.combinations_with_replacement(symbols, 2)]
-        for expr in (*symbols, *self._known, *products):
-            if self._fits(expr, sizes):
-                return expr
-        return None
+            return sizes[0]
+        return next((e for e, at in zip(self._exprs, self._at, strict=True) if at == sizes), None)
 
-    def _formulas(self, sizes: Sequence[int]) -> Iterator[Any]:
-        for base in (*self._runs[0], *self._known):
-            at = [int(base.xreplace(dict(values))) for values in self._runs[:2]]
-            if at[0] == at[1]:
-                continue
-            slope, rest = divmod(int(sizes[1]) - int(sizes[0]), at[1] - at[0])
-            if not rest:
-                yield slope * base + int(sizes[0]) - slope * at[0]
-            for divisor in _DIVISORS:
-                for shift in range(-divisor, divisor):
-                    yield FloorDiv(base + shift, divisor)
-                    yield FloorDiv(base + shift, divisor) + 1
+    def _rules(self, sizes: Sequence[int]) -> list[SizeRule]:
+        return find_rules(self._at[: len(self._bases)], sizes)
 
-    def _fits(self, expr: Any, sizes: Sequence[int]) -> bool:
-        return all(
-            expr.xreplace(dict(values)) == size
-            for values, size in zip(self._runs, sizes, strict=True)
-        )
+
+def _value(expr: Any, values: Values) -> int:
+    return values[expr] if expr in values else int(expr.xreplace(dict(values)))
+
+
+def _has_symbols(leaf: Any) -> bool:
+    sizes = leaf.shape if isinstance(leaf, torch.Tensor) else ()
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _expression(rule: SizeRule, bases: Sequence[Any]) -> Any:
+    whole = bases[rule.base] + rule.shift
+    divided = FloorDiv(whole, rule.divisor) if rule.divisor > 1 else whole
+    return rule.factor * divided + rule.offset
 
 
 def _alike(left: list[Any], right: list[Any]) -> bool:
@@ -209,8 +273,32 @@ def _alike(left: list[Any], right: list[Any]) -> bool:
 
 def _made(leaf: torch.Tensor, shape: list[Any]) -> torch.Tensor:
     device = torch.device("cpu") if leaf.is_meta else leaf.device
-    made = torch.empty_strided(shape, _strides(leaf, shape), dtype=leaf.dtype, device=device)
-    return grown(made) if leaf.requires_grad else made
+    return empty(shape, _strides(leaf, shape), leaf.dtype, device, leaf.requires_grad)
+
+
+def empty(
+    shape: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> torch.Tensor:
+    """Return a new tensor; one that requires a gradient has a history, as if computed."""
+    if not requires_grad:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    with torch.enable_grad():
+        anchor = torch.empty((), device=device, requires_grad=True)
+        computed: Any = _Computed.apply
+        made: torch.Tensor = computed(anchor, shape, stride, dtype)
+        return made
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, None, None
 
 
 def _strides(leaf: torch.Tensor, shape: list[Any]) -> list[Any]:

@@ -1,0 +1,91 @@
+"""Sizes that opaque modules turn into other sizes are learnt exactly."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpipe import Pipe, SplitPoint, pipeline
+from models import split_spec, unet
+
+
+class Leaf(nn.Module):
+    """A leaf in front of a split: what it sends has the learnt size."""
+
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.leaf, self.end = leaf, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.leaf(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.interpolate(functional.avg_pool1d(x, 3), scale_factor=2)
+
+
+class Divisible(nn.Module):
+    """Takes only lengths that are a multiple of four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (x.shape[-1] // 4, 4)).sum(-1)
+
+
+LEAVES = {
+    "stride": (nn.Conv1d(2, 2, 3, stride=2, padding=1), "((length + 1)//2)"),
+    "dilated": (nn.Conv1d(2, 2, 3, dilation=4), "length - 8"),
+    "ceiling": (nn.MaxPool1d(3, stride=3, ceil_mode=True), "((length + 2)//3)"),
+    "transposed": (nn.ConvTranspose1d(2, 2, 4, stride=2), "2*length + 2"),
+    "chain": (
+        nn.Sequential(nn.Conv1d(2, 2, 10, stride=5), nn.Conv1d(2, 2, 3, stride=2)),
+        "(length//10) - 1",
+    ),
+    "fixed": (nn.AdaptiveAvgPool1d(3), "3"),
+    "enlarged": (Doubled(), "2*(length//3)"),
+    "divisible": (Divisible(), "(length//4)"),
+}
+
+
+def split(leaf: nn.Module, length: int) -> Pipe:
+    spec = {"end": SplitPoint.BEGINNING}
+    sizes = {"batch": 0, "length": 2}
+    return pipeline(Leaf(leaf), (torch.randn(2, 2, length),), split_spec=spec, dynamic_shapes=sizes)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("length", [24, 40])
+def test_the_learnt_size_is_the_real_one(name: str, length: int) -> None:
+    leaf, formula = LEAVES[name]
+
+    pipe = split(leaf, length)
+
+    spec = pipe.interfaces[0].sent[0].port.spec
+    assert str(spec) == f"float32[batch, 2, {formula}]"
+    for other in range(24, 200, 4 if name == "divisible" else 1):
+        x = torch.randn(3, 2, other)
+        found = spec.bind(pipe.bind_inputs((x,)))
+        assert found.shape == tuple(leaf(x).shape)
+
+
+def test_a_strided_chain_over_audio() -> None:
+    kernels = [(10, 5), (3, 2), (3, 2), (3, 2), (3, 2), (2, 2), (2, 2)]
+    leaf = nn.Sequential(*(nn.Conv1d(2, 2, kernel, stride) for kernel, stride in kernels))
+
+    pipe = split(leaf, 1600)
+
+    assert str(pipe.interfaces[0].sent[0].port.spec) == "float32[batch, 2, ((length - 80)//320)]"
+
+
+def test_the_skips_of_a_unet() -> None:
+    # Six runs used to fit (image_2 - 4)//6 as well as image_2//8, and the first won.
+    args, kwargs = unet.example_inputs(2)
+
+    pipe = pipeline(unet.build(), args, kwargs, split_spec=split_spec(unet, 2))
+
+    assert [str(sent.port.spec) for sent in pipe.interfaces[0].sent] == [
+        "float32[batch, 8, image_2, image_3]",
+        "float32[batch, 16, (image_2//2), (image_3//2)]",
+        "float32[batch, 32, (image_2//8), (image_3//8)]",
+        "float32[batch, 32, (image_2//4), (image_3//4)]",
+    ]

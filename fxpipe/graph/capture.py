@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import FxpipeError, SplitError, TraceError
+from fxpipe.graph.decide import ValueDecidesError
 from fxpipe.graph.dynamic import Wishes, read_wishes
 from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
@@ -35,7 +36,8 @@ from fxpipe.graph.preserve import preserved
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import map_leaves, walk
 from fxpipe.graph.tape import STAGE_DEVICE
-from fxpipe.graph.trace import Trace
+from fxpipe.graph.trace import DATA_DEPENDENT, Trace
+from fxpipe.graph.values import ExampleValues
 
 __all__ = ["TracedGraph", "capture"]
 
@@ -69,8 +71,12 @@ def capture(
     opened: Collection[str] = ("",),
     splits: Mapping[str, SplitPoint] | None = None,
     dynamic_shapes: Any = None,
+    follows_example: bool = False,
 ) -> TracedGraph:
     """Capture a model; see the module's docstring.
+
+    Where values of the inputs decide, the graph holds what happens for the example, and
+    checks; `follows_example` has sizes that depend on values be those of the example, too.
 
     Raises:
         TraceError: opened code cannot be captured, or fixes a size that
@@ -82,6 +88,22 @@ def capture(
     named = name_call(parameters_of(module), *call)
     task = _Task(module, call, named, set(opened), splits or {})
     wishes = read_wishes(dynamic_shapes, module, call, named)
+    if follows_example:
+        return _capture_open(dataclasses.replace(task, follows_example=True), wishes)
+    try:
+        return _capture_open(task, wishes)
+    except Exception as error:
+        if isinstance(error, FxpipeError) and not isinstance(error, ValueDecidesError):
+            raise
+        first = error
+    try:
+        return _capture_open(dataclasses.replace(task, follows_example=True), wishes)
+    except Exception:
+        raise first from None
+
+
+def _capture_open(task: _Task, wishes: Wishes) -> TracedGraph:
+    """Capture with as many sizes open as the model allows."""
     failure: Exception | None = None
     fixed: TracedGraph | None = None
     attempt: Wishes | None = wishes
@@ -90,6 +112,8 @@ def capture(
             found = _capture(task, attempt)
         except FxpipeError:
             raise
+        except DATA_DEPENDENT as error:
+            raise ValueDecidesError(_decided(error)) from error
         except Exception as error:
             failure = error
             attempt = attempt.fewer(_why(error))
@@ -123,6 +147,17 @@ def _capture_fixed(task: _Task, wishes: Wishes, failure: Exception) -> TracedGra
         raise failure from None
 
 
+def _decided(error: Exception) -> str:
+    place = failing_frame(error)
+    where = f"\n  {place}\n    {place.source}" if place is not None else ""
+    return (
+        f"the value of a tensor decides what the model does next, so it cannot be captured as "
+        f"a graph here{where}\n"
+        "keep this code inside a submodule that is not split (fxpipe leaves those as they "
+        "are), move the split, or compute the decision from sizes or constants"
+    )
+
+
 def _why(error: Exception) -> str:
     place = failing_frame(error)
     lines = str(error).splitlines() or [type(error).__name__]
@@ -139,6 +174,7 @@ class _Task:
     named: Mapping[str, Any]
     opened: set[str]
     splits: Mapping[str, SplitPoint]
+    follows_example: bool = False
 
 
 def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
@@ -201,6 +237,8 @@ def _trace_once(task: _Task, wishes: Wishes, training: bool | None) -> _Traced:
         fakes = sizes.fake(named, on_trace_device)
         _place_inputs(trace, fakes)
         trace.tape.trace_devices = _devices(state, named)
+        if task.follows_example:
+            trace.follow(ExampleValues(module, mode, state, trace.tape, named, fakes))
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(mode)

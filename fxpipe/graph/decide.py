@@ -14,19 +14,26 @@ from typing import Any
 
 import torch
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.structure import SYMBOLIC, map_leaves, walk
 
-__all__ = ["DECISIONS", "Decisions"]
+__all__ = ["DECISIONS", "RANDOM", "Decisions", "ValueDecidesError"]
 
 # Functions that hand the value of a tensor to Python.
-DECISIONS = frozenset({"__bool__", "__int__", "__float__", "__index__", "item", "tolist"})
+DECISIONS = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
+)
 _DRAWS = 8
 _UNIFORM = {"rand", "rand_like", "uniform_"}
-_RANDOM = {
+RANDOM = {
     *_UNIFORM, "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
     "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "dropout", "poisson",
 }  # fmt: skip
 _LARGEST = 1024  # elements of a tensor that is worth following
+
+
+class ValueDecidesError(TraceError):
+    """Opened code needs the value of a tensor."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ class Decisions:
     def _is_random(self, tensor: torch.Tensor) -> bool:
         made = self._made[id(tensor)]
         inside = [leaf for _, leaf in walk((made.args, made.kwargs))]
-        return _name(made.func) in _RANDOM or any(
+        return _name(made.func) in RANDOM or any(
             self._is_random(leaf) for leaf in inside if isinstance(leaf, torch.Tensor)
         )
 

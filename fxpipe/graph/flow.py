@@ -29,7 +29,15 @@ from fxpipe.graph.modes import ModeDependent
 from fxpipe.graph.structure import branch, walk
 from fxpipe.graph.tape import last_part
 
-__all__ = ["Flow", "accessor_of", "as_tensor", "is_free", "symbols_in", "work_nodes"]
+__all__ = [
+    "Flow",
+    "UnknownSizeError",
+    "accessor_of",
+    "as_tensor",
+    "is_free",
+    "symbols_in",
+    "work_nodes",
+]
 
 
 def is_free(node: fx.Node) -> bool:
@@ -69,6 +77,10 @@ def symbols_in(args: Any) -> Iterator[str]:
 def as_tensor(value: Any) -> torch.Tensor:
     """Return a number as a tensor that can be sent."""
     return torch.as_tensor(value)
+
+
+class UnknownSizeError(SplitError):
+    """A size on a stage boundary depends on data."""
 
 
 class Flow:
@@ -216,7 +228,7 @@ class Flow:
     def _check_known(self, node: fx.Node, spec: TensorSpec) -> None:
         unknown = spec.symbols - set(self.traced.symbols)
         if unknown:
-            raise SplitError(
+            raise UnknownSizeError(
                 f"the size of {node.name} ({node.meta.get('where')}), {spec}, depends on the data, "
                 "so the next stage cannot know it in advance; move the split"
             )

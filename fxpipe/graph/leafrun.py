@@ -21,11 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph import markers
+from fxpipe.graph.decide import ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.preserve import preserved
 from fxpipe.graph.realrun import run_real
 from fxpipe.graph.sized import Values, empty, exprs_in, hints_of, learn_sizes, number_at
 from fxpipe.graph.structure import SYMBOLIC, contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.values import ExampleValues, has_unbacked
 
 __all__ = ["LeafOutcome", "LeafRuns", "fresh"]
 
@@ -35,11 +37,13 @@ class LeafOutcome:
     """What a leaf returned, and what it did to its tensor arguments (by position).
 
     `changed` were modified in place. Of `untouched` no operation used the values.
+    `is_likely`: its sizes may depend on values, and were learnt from some of them.
     """
 
     output: Any
     changed: tuple[int, ...]
     untouched: tuple[int, ...]
+    is_likely: bool = False
 
 
 class LeafRuns:
@@ -52,6 +56,7 @@ class LeafRuns:
         self._kinds: dict[int, Hashable] = {}
         self._alive: list[Any] = []
         self._touched: set[int] | None = set()
+        self.example: ExampleValues | None = None
         self.runs = 0
 
     def run(
@@ -62,7 +67,8 @@ class LeafRuns:
         if key is None or key not in self._outcomes:
             before = contents((args, kwargs))
             outcome = self._run(module, call, args, kwargs)
-            if key is None or contents((args, kwargs)) != before:
+            is_special = outcome.is_likely and self.example is not None
+            if key is None or is_special or contents((args, kwargs)) != before:
                 return outcome
             self._outcomes[key] = outcome
         known = self._outcomes[key]
@@ -97,15 +103,51 @@ class LeafRuns:
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> LeafOutcome:
         self.runs += 1
+        failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         try:
-            return self._run_sized(module, call, args, kwargs) or self._run_as_is(
+            found = self._run_sized(module, call, args, kwargs) or self._run_as_is(
                 call, args, kwargs
             )
+            if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
+                return found
         except Exception as error:
             failure = error
-        with Left(self._mode), self._state.real():
-            output = run_real(self._mode, module, call, args, kwargs, failure)
-        return LeafOutcome(output, (), ())
+        return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
+
+    def _run_real(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        failure: Exception,
+    ) -> Any:
+        expected: Any = None
+        if self.example is not None:
+            with contextlib.suppress(Exception):
+                expected = self.example.shapes(call, args, kwargs, module)
+        try:
+            with Left(self._mode), self._state.real():
+                output = run_real(self._mode, module, call, args, kwargs, failure)
+            if expected is None or expected == self._shapes_at_hints(output):
+                return output
+        except Exception:
+            if expected is None:
+                raise
+        # Made-up values give other sizes than the example's: follow the example.
+        assert self.example is not None
+        self.example.fix_others(args, kwargs)
+        return self.example.sizes(call, args, kwargs, module)
+
+    def _shapes_at_hints(self, output: Any) -> list[list[int]]:
+        env = self._mode.shape_env
+        assert env is not None
+        hints = env.backed_var_to_val
+        return [
+            [number_at(size, env, hints) for size in leaf.shape]
+            for _, leaf in walk(output)
+            if isinstance(leaf, torch.Tensor)
+        ]
 
     def _run_sized(
         self, module: nn.Module | None, call: Callable[..., Any], args: Any, kwargs: Any
@@ -114,7 +156,7 @@ class LeafRuns:
         env = self._mode.shape_env
         assert env is not None
         known = exprs_in((args, kwargs), env)
-        hints = hints_of(known, env) if known else None
+        hints = hints_of(known, env) if _has_symbolic((args, kwargs)) else None
         if hints is None or any(_is_opaque(part) for part in mutable_parts((args, kwargs))):
             return None
         first: LeafOutcome | None = None
@@ -200,6 +242,14 @@ def _at_sizes(value: Any, env: ShapeEnv, values: Values) -> Any:
         return memo[id(leaf)]
 
     return map_leaves(one, value)
+
+
+def _has_symbolic(value: Any) -> bool:
+    """Say whether a size is symbolic, also one that is known to be a certain number by now."""
+    return any(
+        _is_symbolic(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, torch.SymInt)
+        for _, leaf in walk(value)
+    )
 
 
 def _is_symbolic(tensor: torch.Tensor) -> bool:

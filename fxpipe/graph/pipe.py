@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import SplitError
+from fxpipe.errors import FxpipeError, SplitError
 from fxpipe.graph.capture import TracedGraph, capture
 from fxpipe.graph.cut import Assignment, by_markers, cut
+from fxpipe.graph.flow import UnknownSizeError
 from fxpipe.graph.inputs import InputSignature, InputSize
 from fxpipe.graph.interface import (
     StageEdge,
@@ -234,16 +235,28 @@ def pipeline(
         opened = {name for name, _ in module.named_modules(remove_duplicate=False)}
     elif num_stages is not None:
         opened |= choose_opened(module, num_stages)
-    traced = capture(
-        module, mb_args, mb_kwargs, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes
-    )
-    if split_policy is not None:
-        assignment = split_policy(traced)
-    elif num_stages is not None:
-        assignment = split_evenly(traced, num_stages)
-    else:
-        assignment = by_markers(traced)
-    return Pipe(traced, assignment)
+
+    def split(follows_example: bool) -> Pipe:
+        traced = capture(
+            module, mb_args, mb_kwargs, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
+            follows_example=follows_example,
+        )  # fmt: skip
+        if split_policy is not None:
+            assignment = split_policy(traced)
+        elif num_stages is not None:
+            assignment = split_evenly(traced, num_stages)
+        else:
+            assignment = by_markers(traced)
+        return Pipe(traced, assignment)
+
+    try:
+        return split(follows_example=False)
+    except UnknownSizeError as error:
+        unknown = error
+    try:
+        return split(follows_example=True)
+    except FxpipeError:
+        raise unknown from None
 
 
 def _state_of(module: nn.Module) -> tuple[str, ...]:

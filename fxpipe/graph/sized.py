@@ -25,7 +25,16 @@ from torch.utils._sympy.functions import FloorDiv
 from fxpipe.graph.sizerules import SizeRule, find_rules, halving_size, most_telling
 from fxpipe.graph.structure import map_leaves, walk
 
-__all__ = ["Values", "empty", "exprs_in", "grown", "hints_of", "learn_sizes", "number_at"]
+__all__ = [
+    "Values",
+    "empty",
+    "exprs_in",
+    "fake_like",
+    "grown",
+    "hints_of",
+    "learn_sizes",
+    "number_at",
+]
 
 Values = Mapping[sympy.Symbol, int]
 # Example sizes times these: divisibility is kept, and different symbols stay different.
@@ -62,7 +71,8 @@ def hints_of(exprs: Iterable[Any], env: ShapeEnv) -> dict[sympy.Symbol, int] | N
 def number_at(size: Any, env: ShapeEnv, values: Values) -> int:
     """Return a size of an argument as a number."""
     if isinstance(size, torch.SymInt):
-        return int(env.replace(size.node.expr).xreplace(dict(values)))
+        # Strides may depend on more symbols than the sizes that are varied.
+        return int(env.replace(size.node.expr).xreplace({**env.backed_var_to_val, **values}))
     return int(size)
 
 
@@ -211,7 +221,7 @@ class _Learner:
 
         def fake(leaf: Any) -> Any:
             shape = next(remaining)
-            return _made(leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
+            return fake_like(leaf, shape) if isinstance(leaf, torch.Tensor) else leaf
 
         with self._mode:
             return [map_leaves(fake, self._outputs[0])]
@@ -271,7 +281,8 @@ def _alike(left: list[Any], right: list[Any]) -> bool:
     return True
 
 
-def _made(leaf: torch.Tensor, shape: list[Any]) -> torch.Tensor:
+def fake_like(leaf: torch.Tensor, shape: list[Any]) -> torch.Tensor:
+    """Return a fake tensor like this one, of another size."""
     device = torch.device("cpu") if leaf.is_meta else leaf.device
     return empty(shape, _strides(leaf, shape), leaf.dtype, device, leaf.requires_grad)
 

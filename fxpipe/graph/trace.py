@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.agreed import Agreed, AgreedSizes
 from fxpipe.graph.calls import Ambient, Applied, given
 from fxpipe.graph.checkpointing import Region
-from fxpipe.graph.decide import DECISIONS, Decisions
+from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
 from fxpipe.graph.leafrun import LeafRuns
@@ -40,11 +41,14 @@ from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.place import user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
+from fxpipe.graph.substitutes import substitute
 from fxpipe.graph.tape import Tape, UnknownTensorError
+from fxpipe.graph.values import ExampleValues, NoValueError, has_unbacked
 
-__all__ = ["Trace"]
+__all__ = ["DATA_DEPENDENT", "Trace"]
 
-_DATA_DEPENDENT = (
+_TO_NUMPY = ("numpy", "__array__")
+DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
@@ -80,6 +84,7 @@ class Trace(TorchFunctionMode):
         self._busy = False
         self._autocast: list[tuple[Any, ...]] = []
         self._regions: list[Region] = []
+        self._example: ExampleValues | None = None
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -94,6 +99,7 @@ class Trace(TorchFunctionMode):
             return func(*args, **kwargs)
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
+        func = substitute(func, args)
         if self._leaf_stack:
             self._leaves.touch((*args, *kwargs.values()))
             output = func(*args, **kwargs)
@@ -184,6 +190,11 @@ class Trace(TorchFunctionMode):
         else:
             self.tape.write("call_function", pipe_split, (), {})
 
+    def follow(self, example: ExampleValues) -> None:
+        """Have opened code see the values that the example inputs have."""
+        self._example = example
+        self._leaves.example = example
+
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         with self._explained():
@@ -219,13 +230,15 @@ class Trace(TorchFunctionMode):
         self.tape.adopt(node, outcome.output)
         for part, holder in changed:
             self.tape.object_changed(part, holder, node)
+        if outcome.is_likely:
+            self._check_sizes(outcome.output)
         return outcome.output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
         """Run a function and write its node; if fakes fail and `real`, on made-up tensors."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        output = self._run(func, args, kwargs, real)
+        output, is_agreed = self._run_or_follow(func, args, kwargs, real)
         changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if not changed and not has_tensor(output):
             return output
@@ -240,7 +253,16 @@ class Trace(TorchFunctionMode):
         self.tape.adopt(node, output, tensors)
         for tensor in changed:
             self.tape.changed(tensor, node)
+        if is_agreed:
+            self._check_sizes(output)
         return output
+
+    def _check_sizes(self, output: Any) -> None:
+        """Have the stage check that tensors have the sizes that the trace gave them."""
+        tensors = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        expected = self._argument([list(tensor.shape) for tensor in tensors])
+        check = AgreedSizes(user_frame())
+        self.tape.write("call_function", check, (self._argument(tensors), expected), {})
 
     def _decision(self, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(args[0], FakeTensor):
@@ -251,7 +273,55 @@ class Trace(TorchFunctionMode):
         if self._leaf_stack:
             self._leaves.touch(args)
             return func(*args, **kwargs)
+        if self._example is not None:
+            with suppress(NoValueError):
+                return self._agreed(func, args, kwargs)
+        if func.__name__ in _TO_NUMPY:
+            raise ValueDecidesError(self._data_dependent(func))
         return self._operation(func, args, kwargs)
+
+    def _run_or_follow(self, func: Any, args: Any, kwargs: Any, real: bool) -> tuple[Any, bool]:
+        """Run a function; if values matter to it, return what it does for the example.
+
+        The second result says whether the sizes of the output are the example's.
+        """
+        try:
+            output = self._run(func, args, kwargs, real)
+            if self._example is None or not has_unbacked(output, self._sizes.env):
+                return output, False
+            with suppress(NoValueError):
+                return self._agreed_sizes(func, args, kwargs), True
+            return output, False
+        except ValueDecidesError:
+            if self._example is None:
+                raise
+            with suppress(NoValueError):
+                return self._agreed(func, args, kwargs), False
+            with suppress(NoValueError):
+                return self._agreed_sizes(func, args, kwargs), True
+            raise
+
+    def _agreed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a function says about the example; the stage will check that."""
+        assert self._example is not None
+        self._busy = True
+        try:
+            result = self._example.result(func, args, kwargs)
+        finally:
+            self._busy = False
+        place = user_frame()
+        node_args = self._argument((result, *plain_tuples(args)))
+        self.tape.write("call_function", Agreed(func, place), node_args, self._argument(kwargs))
+        return result
+
+    def _agreed_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a function's output with the sizes that it has for the example."""
+        assert self._example is not None
+        self._busy = True
+        try:
+            return self._example.sizes(func, args, kwargs)
+        finally:
+            self._busy = False
 
     def _alias(self, leaf: Any) -> Any:
         return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -265,8 +335,8 @@ class Trace(TorchFunctionMode):
                     return found[0]
             return func(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, _DATA_DEPENDENT) and not real:
-                raise TraceError(self._data_dependent(func)) from None
+            if isinstance(error, DATA_DEPENDENT) and not real:
+                raise ValueDecidesError(self._data_dependent(func)) from None
             # Some operations cannot follow symbols; learn the sizes like those of a leaf.
             found = self._leaves.run_function(func, args, kwargs)
             if found:

@@ -1,0 +1,162 @@
+"""Opened code that looks at values of the inputs: right for inputs that say the same."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import InputError, TraceError, pipe_split, pipeline
+from tests.parity import assert_parity
+
+
+def rows(count: int, width: int = 4, *, seed: int = 0) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class PaddingMatters(TwoParts):
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        x = self.first(x)
+        if padding.any():
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        pipe_split()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_decision_by_an_input_follows_the_example(padded: bool) -> None:
+    model = PaddingMatters()
+    plain = copy.deepcopy(model)
+    padding = torch.tensor([False, padded, False])
+
+    pipe = pipeline(model, (rows(3), padding))
+
+    assert_parity(plain, pipe, (rows(3), padding))
+    assert_parity(plain, pipe, (rows(5, seed=1), torch.tensor([padded] + [False] * 4)))
+
+
+def test_inputs_that_decide_otherwise_are_refused() -> None:
+    pipe = pipeline(PaddingMatters(), (rows(3), torch.zeros(3, dtype=torch.bool)))
+
+    with pytest.raises(InputError, match=r"if padding.any\(\):\s*gave False; these inputs give"):
+        pipe(rows(3), torch.ones(3, dtype=torch.bool))
+
+
+class ParameterMatters(TwoParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if x.sum() > 0:
+            x = -x
+        pipe_split()
+        return self.last(x)
+
+
+def test_decision_by_an_activation_is_an_error() -> None:
+    with pytest.raises(TraceError, match=r"if x.sum\(\) > 0"):
+        pipeline(ParameterMatters(), (rows(3),))
+
+
+class FloatMatters(TwoParts):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
+        x = self.first(x)
+        pipe_split()
+        return self.last(x)
+
+
+def test_decision_by_a_floating_point_input_is_an_error() -> None:
+    with pytest.raises(TraceError, match=r"if x.sum\(\) > 0"):
+        pipeline(FloatMatters(), (rows(3),))
+
+
+class KeepsSome(TwoParts):
+    """The rows that are kept cross the cut; how many, the data says."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = self.first(x)[kept]
+        pipe_split()
+        return self.last(x)
+
+
+def test_size_that_depends_on_data_grows_with_the_batch() -> None:
+    model = KeepsSome()
+    plain = copy.deepcopy(model)
+    kept = torch.tensor([True, False, True, True])
+
+    pipe = pipeline(model, (rows(4), kept))
+
+    (port,) = pipe.interfaces[1].received
+    assert port.port.spec.bind({"batch": 8}).shape == (6, 4)
+    assert_parity(plain, pipe, (rows(4), kept))
+    assert_parity(plain, pipe, (rows(8, seed=1), kept.repeat(2)))
+    with pytest.raises(InputError, match=r"should be of size \[3, 4\], and is of size \[1, 4\]"):
+        pipe(rows(4), torch.tensor([True, False, False, False]))
+
+
+class Packed(nn.Module):
+    """Not opened: works on segments whose lengths are data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        parts = torch.split(x, lengths.tolist())
+        return torch.cat([self.linear(part).sum(0, keepdim=True) for part in parts])
+
+
+class Segments(TwoParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = Packed()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        x = self.packed(self.first(x), lengths * 1)
+        pipe_split()
+        return self.last(x)
+
+
+def test_leaf_that_needs_values_gets_those_of_the_example() -> None:
+    model = Segments()
+    plain = copy.deepcopy(model)
+    lengths = torch.tensor([3, 4])
+
+    pipe = pipeline(model, (rows(7), lengths))
+
+    assert_parity(plain, pipe, (rows(7), lengths))
+    assert_parity(plain, pipe, (rows(7, seed=1), torch.tensor([2, 5])))
+
+
+class Counts(TwoParts):
+    """`.tolist()`, and a tensor made of tensors."""
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:
+        starts = [torch.argmax(row) for row in marks]
+        offsets = torch.tensor(starts, dtype=x.dtype)
+        steps = sum(marks[0].tolist())
+        x = self.first(x) + offsets.mean()
+        pipe_split()
+        for _ in range(steps):
+            x = torch.tanh(self.last(x))
+        return x
+
+
+def test_numbers_from_inputs_become_part_of_the_graph() -> None:
+    model = Counts()
+    plain = copy.deepcopy(model)
+    marks = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
+
+    pipe = pipeline(model, (rows(3), marks))
+
+    assert_parity(plain, pipe, (rows(3), marks))
+    assert_parity(plain, pipe, (rows(3, seed=1), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])))
+    with pytest.raises(InputError, match="would do something else"):
+        pipe(rows(3), torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1]]))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.dims import evaluate, text
 from fxpipe.graph.structure import closed_over
 
@@ -30,6 +31,7 @@ __all__ = [
     "Fresh",
     "OnlyIf",
     "Rebuild",
+    "Refusal",
     "TensorConstant",
     "Within",
     "after",
@@ -128,6 +130,21 @@ class TensorConstant(Constant):
 
     def __call__(self, device: Any = None) -> Any:
         return self._value if device is None else self._value.to(device)
+
+
+class Refusal:
+    """A callable that raises: what was traced in this mode cannot be run."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+        self.__name__ = self.__qualname__ = "refuse"
+        self.__module__ = __name__
+
+    def __call__(self) -> None:
+        raise TraceError(self.message)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
+        return self
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

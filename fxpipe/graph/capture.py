@@ -24,6 +24,8 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import FxpipeError, SplitError, TraceError
+from fxpipe.graph.calls import Refusal
+from fxpipe.graph.chance import watched_draws
 from fxpipe.graph.decide import ValueDecidesError
 from fxpipe.graph.dynamic import Wishes, read_wishes
 from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
@@ -190,6 +192,7 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
     flags = {part.training for part in module.modules()}
     first = traced(None)
     if not first.reads_training:
+        _check_refusals(first.graph)
         return first.graph
     training = first if flags == {True} else traced(True)
     evaluation = first if flags == {False} else traced(False)
@@ -202,8 +205,19 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
             if not size.is_dynamic
         ]
         return _capture(task, wishes.without(fixed))
+    _check_refusals(training.graph, evaluation.graph)
     merge_modes(training.graph.graph, evaluation.graph.graph)
     return _joined(training.graph, evaluation.graph)
+
+
+def _check_refusals(*graphs: TracedGraph) -> None:
+    """Raise if no mode can run; one mode alone refuses when a stage runs in it."""
+    found = [
+        [n.target.message for n in graph.graph.nodes if isinstance(n.target, Refusal)]
+        for graph in graphs
+    ]
+    if all(found):
+        raise TraceError("\n".join(dict.fromkeys(found[0])))
 
 
 def _joined(training: TracedGraph, evaluation: TracedGraph) -> TracedGraph:
@@ -241,6 +255,7 @@ def _trace_once(task: _Task, wishes: Wishes, training: bool | None) -> _Traced:
             trace.follow(ExampleValues(module, mode, state, trace.tape, named, fakes))
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
+        stack.enter_context(watched_draws(trace.is_opened, trace.on_draw))
         stack.enter_context(mode)
         with trace:
             args, kwargs = _refill(task.call, named, fakes)

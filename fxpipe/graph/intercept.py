@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._functorch import apis
 
-__all__ = ["Seer", "intercepted", "run_forward", "user_hooks"]
+__all__ = ["Seer", "intercepted", "patched", "run_forward", "user_hooks"]
 
 Call = Callable[..., Any]
 
@@ -56,11 +56,11 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in _callable_classes(module):
             original = kind.__dict__["__call__"]
-            stack.enter_context(_patched(kind, "__call__", _watched_call(original, seer, here)))
+            stack.enter_context(patched(kind, "__call__", _watched_call(original, seer, here)))
         # Not `Function` itself: code may hold its `apply` from before, as in
         # `square = Square.apply`. What that calls in turn is looked up here.
         function = torch.autograd.Function.__mro__[1]
-        stack.enter_context(_patched(function, "apply", _watched_apply(function, seer, here)))
+        stack.enter_context(patched(function, "apply", _watched_apply(function, seer, here)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
             (torch.SymInt, ("__bool__", "__int__", "__index__")),
@@ -69,20 +69,20 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
             for name in names:
                 if name in kind.__dict__:
                     watched = _watched_decision(kind.__dict__[name], seer, here)
-                    stack.enter_context(_patched(kind, name, watched))
-        stack.enter_context(_patched(nn.Module, "training", _training(seer, here)))
+                    stack.enter_context(patched(kind, name, watched))
+        stack.enter_context(patched(nn.Module, "training", _training(seer, here)))
         vmap = apis.__dict__["vmap_impl"]
-        stack.enter_context(_patched(apis, "vmap_impl", _watched_vmap(vmap, seer, here)))
+        stack.enter_context(patched(apis, "vmap_impl", _watched_vmap(vmap, seer, here)))
         autocast = torch.amp.autocast_mode.autocast
         for name, entering in (("__enter__", True), ("__exit__", False)):
             watched = _watched_autocast(autocast.__dict__[name], seer, here, entering)
-            stack.enter_context(_patched(autocast, name, watched))
+            stack.enter_context(patched(autocast, name, watched))
         checkpoint = sys.modules["torch.utils.checkpoint"]
         generator = _watched_checkpoint(
             checkpoint._checkpoint_without_reentrant_generator, seer, here
         )
         stack.enter_context(
-            _patched(checkpoint, "_checkpoint_without_reentrant_generator", generator)
+            patched(checkpoint, "_checkpoint_without_reentrant_generator", generator)
         )
         yield
 
@@ -143,7 +143,8 @@ def _callable_classes(module: nn.Module) -> list[type]:
 
 
 @contextmanager
-def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute another value until exit."""
     missing = object()
     before = owner.__dict__.get(name, missing)
     setattr(owner, name, value)

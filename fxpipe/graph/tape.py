@@ -24,6 +24,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.graph.calls import ACCESS, Constant, Fresh, Rebuild, TensorConstant, after
+from fxpipe.graph.chance import Draw
 from fxpipe.graph.structure import (
     SYMBOLIC,
     Accessor,
@@ -165,6 +166,9 @@ class Tape:
     def _constant(self, value: Any) -> Any:
         if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
             return value.item()  # a numpy number: graph code has no numpy
+        if isinstance(value, Draw):
+            value.report()
+            return float(value)
         if isinstance(value, torch.Size):
             return tuple(value)
         if isinstance(value, WRITABLE) or (

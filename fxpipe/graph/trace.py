@@ -12,6 +12,7 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -30,7 +31,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.agreed import Agreed, AgreedSizes
-from fxpipe.graph.calls import Ambient, Applied, given
+from fxpipe.graph.calls import Ambient, Applied, Refusal, given
+from fxpipe.graph.chance import Chance
 from fxpipe.graph.checkpointing import Region
 from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
@@ -85,6 +87,8 @@ class Trace(TorchFunctionMode):
         self._autocast: list[tuple[Any, ...]] = []
         self._regions: list[Region] = []
         self._example: ExampleValues | None = None
+        self._thread = threading.get_ident()
+        self._chance = Chance()
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -183,6 +187,25 @@ class Trace(TorchFunctionMode):
         elif self._autocast:
             self._autocast.pop()
 
+    def on_draw(self) -> None:
+        """Take note that opened code uses a random number that is not torch's."""
+        place = user_frame()
+        self.refuse(
+            "code that is split draws a random number from Python or numpy, which would be the "
+            f"same in every run of a stage\n  at or before {place}\n    {place.source}\n"
+            "use torch.rand, keep this code inside a submodule that is not split, or turn it off "
+            "(a rate of zero is fine)"
+        )
+
+    def refuse(self, message: str) -> None:
+        """Have the graph refuse to run in the mode that is traced."""
+        self.tape.write("call_function", Refusal(message), (), {})
+
+    def is_opened(self) -> bool:
+        """Say whether opened code of the model is running."""
+        is_here = threading.get_ident() == self._thread
+        return is_here and bool(self._stack) and not (self._leaf_stack or self._busy)
+
     def on_pipe_split(self) -> None:
         """Take note of a `pipe_split()` that ran."""
         if self._leaf_stack:
@@ -197,14 +220,20 @@ class Trace(TorchFunctionMode):
 
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
+        self._check_chance()
         with self._explained():
             self.tape.finish(output)
+
+    def _check_chance(self) -> None:
+        if self._chance.was_drawn():
+            self.on_draw()
 
     # -- writing nodes
 
     def _leaf(
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
+        self._check_chance()
         parts = [part for part in mutable_parts((args, kwargs)) if part is not kwargs]
         watched = [(part, contents(part)) for part in parts]
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
@@ -215,6 +244,7 @@ class Trace(TorchFunctionMode):
             outcome = self._leaves.run(module, call, args, kwargs)
         finally:
             self._leaf_stack.pop()
+            self._chance.settle()
         changed = []
         for (part, before), holder in zip(watched, held, strict=True):
             if contents(part) != before:
@@ -236,6 +266,7 @@ class Trace(TorchFunctionMode):
 
     def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
         """Run a function and write its node; if fakes fail and `real`, on made-up tensors."""
+        self._check_chance()
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
         output, is_agreed = self._run_or_follow(func, args, kwargs, real)

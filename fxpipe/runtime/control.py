@@ -190,10 +190,18 @@ class GroupControl:
             except RuntimeError as error:
                 if "Operation timed out" not in str(error):
                     self._lost(str(error))
+                self._look_or_lose()
                 if self._fault is not None and self._fault.kind != "error":
                     raise remote_error(self._fault) from error
                 if time.monotonic() > deadline:
                     self._hung()
+
+    def _look_or_lose(self) -> None:
+        """Look for a fault: a rank that is not next to a lost one hears nothing of it here."""
+        try:
+            self.look()
+        except RuntimeError as error:
+            self._lost(f"the store does not answer: {error}")
 
     def _lost(self, text: str) -> None:
         fault = Fault(self.rank, None, None, "", "ConnectionError", f"lost a peer: {text}", "lost")

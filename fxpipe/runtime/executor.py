@@ -122,13 +122,20 @@ class Executor:
         self._transport.finish()
         self._sent.clear()
 
-    def drain(self) -> None:
-        """Do the transfers that are left, with empty tensors, and compute nothing."""
-        incoming = [value for value in self._slots if hasattr(value, "wait")]
+    def drain(self, lost: int | None = None) -> None:
+        """Do the transfers that are left, with empty tensors, and compute nothing.
+
+        Those with rank `lost`, which is gone, are left out.
+        """
+        if lost is not None:
+            self._transport.forget(lost)
+        incoming = [v for v in self._slots if hasattr(v, "wait") and v.peer != lost]
         for action in self._actions[self.position :]:
             for part in action.parts or (action,):
                 if part.kind.is_send:
                     value = reads(part, self._edges)[0]
+                    if self._stage_to_rank[value.peer] == lost:
+                        continue
                     shapes = self._shapes(value)
                     device = self._runners[part.stage].device
                     empty = [
@@ -137,6 +144,8 @@ class Executor:
                     self._transport.send(self._stage_to_rank[value.peer], empty)
                 elif part.kind.is_recv:
                     value = writes(part, self._edges)[0]
+                    if self._stage_to_rank[value.stage] == lost:
+                        continue
                     incoming.append(self._recv(value, self._runners[part.stage].device))
         for pending in incoming:
             pending.wait()

@@ -20,6 +20,7 @@ from fxpipe.runtime.control import Control, GroupControl, LocalControl
 from fxpipe.runtime.fronts import Stage, TracedFront
 from fxpipe.runtime.local import LocalGroup
 from fxpipe.runtime.plan import raise_together
+from fxpipe.runtime.sockets import HostTransport, connect
 from fxpipe.runtime.transport import (
     LocalChannels,
     LocalTransport,
@@ -69,7 +70,7 @@ def meet(
         transports = {r: LocalTransport(r, channels) for r in range(program.num_ranks)}
     else:
         control = GroupControl(group, timeout)
-        transports = {control.rank: ProcessGroupTransport(group, timeout)}
+        transports = {control.rank: _transport(group, control, stages, timeout)}
     problem: Exception | None = None
     try:
         _check_own_stages(stages, program, transports)
@@ -92,6 +93,21 @@ def meet(
         transport.finish()
     has_loss = any(control.gather(has_loss))
     return Peers(control, transports, channels, groups, has_loss)
+
+
+def _transport(
+    group: dist.ProcessGroup, control: Control, stages: Mapping[int, Stage], timeout: float
+) -> Transport:
+    on_cpu = all(stage.device.type == "cpu" for stage in stages.values())
+    made = connect(control, is_wanted=on_cpu)
+    by_group = ProcessGroupTransport(group, timeout)
+    if not made:
+        return by_group
+
+    def gave_up() -> bool:
+        return control.fault is not None and control.fault.kind != "error"
+
+    return HostTransport(by_group, made, timeout, gave_up)
 
 
 def _check_own_stages(
@@ -147,7 +163,7 @@ def _warm_up(
 ) -> None:
     pairs = {tuple(sorted((stage_to_rank[a], stage_to_rank[b]))) for a, b in edges}
     for rank, transport in transports.items():
-        if isinstance(transport, ProcessGroupTransport):
+        if isinstance(transport, ProcessGroupTransport | HostTransport):
             ours = [pair for pair in sorted(pairs) if pair[0] != pair[1] and rank in pair]
             peers = [b if a == rank else a for a, b in ours]
             transport.warm_up(peers, rank, stage.device)

@@ -8,6 +8,7 @@ can follow.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from fxpipe.runtime.fronts import Stage, TracedFront
 from fxpipe.runtime.inputs import InputLeaves, stage_inputs, tensors_of
 from fxpipe.runtime.peers import Peers
 from fxpipe.runtime.step import PAIR_AND_AUX, StepData
-from fxpipe.runtime.transport import ProcessGroupTransport, TransportError
+from fxpipe.runtime.transport import TransportError
 
 __all__ = ["Outcome", "StepRun"]
 
@@ -219,6 +220,10 @@ class StepRun:
     def _lost(self, error: TransportError) -> Exception:
         """A peer is gone or does not answer: there is nothing left to confirm."""
         fault = self._report_lost(error)
+        if fault.kind == "lost":
+            # Ranks that are not next to the lost one must not wait for this one.
+            with contextlib.suppress(TransportError):
+                self.plan.executors[0].drain(error.peer)
         self._abandon()
         message = f"another rank failed: {fault}"
         if fault.kind == "hang":
@@ -245,8 +250,7 @@ class StepRun:
 
     def _abandon(self) -> None:
         for transport in self.peers.transports.values():
-            if isinstance(transport, ProcessGroupTransport):
-                transport.abandon()
+            transport.abandon()
 
     # After the program
 

@@ -42,7 +42,10 @@ class TransportError(Exception):
 
 
 class Incoming(Protocol):
-    """Tensors on their way to this rank."""
+    """Tensors on their way to this rank from rank `peer`."""
+
+    @property
+    def peer(self) -> int: ...
 
     def wait(self) -> list[torch.Tensor]: ...
 
@@ -58,7 +61,13 @@ class Transport(Protocol):
     def release(self, handle: Any) -> None: ...
 
     def finish(self) -> None:
-        """Wait until everything sent has been read."""
+        """Wait until everything sent has been read, or needs this rank no longer."""
+
+    def forget(self, peer: int) -> None:
+        """Forget what is open with a rank that is gone."""
+
+    def abandon(self) -> None:
+        """Forget what is open, after a transfer is known to have failed."""
 
 
 class LocalChannels:
@@ -75,9 +84,10 @@ class LocalChannels:
 
 
 class _LocalIncoming:
-    __slots__ = ("_position", "_queue")
+    __slots__ = ("_position", "_queue", "peer")
 
-    def __init__(self, queue: _Ordered) -> None:
+    def __init__(self, queue: _Ordered, peer: int) -> None:
+        self.peer = peer
         self._queue = queue
         self._position = queue.posted
         queue.posted += 1
@@ -120,7 +130,7 @@ class LocalTransport:
         ordered = self._ordered.get(peer)
         if ordered is None:
             ordered = self._ordered[peer] = _Ordered(self._channels.queue(peer, self._rank))
-        return _LocalIncoming(ordered)
+        return _LocalIncoming(ordered, peer)
 
     def release(self, handle: Any) -> None:
         del handle
@@ -128,9 +138,15 @@ class LocalTransport:
     def finish(self) -> None:
         self._ordered.clear()
 
+    def forget(self, peer: int) -> None:
+        self._ordered.pop(peer, None)
+
+    def abandon(self) -> None:
+        self._ordered.clear()
+
 
 class _GroupIncoming:
-    __slots__ = ("_peer", "_tensors", "_transport", "_works")
+    __slots__ = ("_tensors", "_transport", "_works", "peer")
 
     def __init__(
         self,
@@ -140,13 +156,13 @@ class _GroupIncoming:
         works: list[dist.Work],
     ) -> None:
         self._transport = transport
-        self._peer = peer
+        self.peer = peer
         self._tensors = tensors
         self._works = works
 
     def wait(self) -> list[torch.Tensor]:
         for work in self._works:
-            self._transport.complete(work, self._peer)
+            self._transport.complete(work, self.peer)
         return self._tensors
 
 
@@ -204,8 +220,10 @@ class ProcessGroupTransport:
         while self._open:
             self.release(next(iter(self._open)))
 
+    def forget(self, peer: int) -> None:
+        self._open = {one for one in self._open if one.peer != peer}
+
     def abandon(self) -> None:
-        """Forget what is open, after the group is known to be broken."""
         self._open.clear()
 
     def warm_up(self, peers: Sequence[int], rank: int, device: torch.device) -> None:

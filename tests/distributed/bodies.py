@@ -1,7 +1,10 @@
 """What the ranks of a distributed test run; each rank compares with its own plain model."""
 
 import copy
+import os
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from tests.runtime.training import assert_close
 __all__ = [
     "Block",
     "blocks",
+    "by_group_alone",
     "layout",
     "mse",
     "plain_gradients",
@@ -135,6 +139,12 @@ def _plain_step(
         ((loss + aux.total()) * share).backward()
         total = total + loss.detach() * share
     return total
+
+
+def by_group_alone(rank: int, body: Callable[..., Any], *args: Any) -> Any:
+    """Run another body with every message on the process group."""
+    with mock.patch.dict(os.environ, FXPIPE_SOCKETS="0"):
+        return body(rank, *args)
 
 
 def train_blocks(rank: int, schedule: str, num_ranks: int, num_microbatches: int) -> None:

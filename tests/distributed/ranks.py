@@ -76,16 +76,22 @@ _POOL: list[tuple[Any, Connection]] = []
 
 
 def _workers(num_ranks: int) -> list[tuple[Any, Connection]]:
-    context = multiprocessing.get_context("spawn")
-    if any(not process.is_alive() for process, _ in _POOL):
-        _stop()
+    for place, (process, pipe) in enumerate(_POOL):
+        if not process.is_alive():
+            pipe.close()
+            _POOL[place] = _start()
     while len(_POOL) < num_ranks:
-        here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        _POOL.append((process, here))
+        _POOL.append(_start())
     return _POOL[:num_ranks]
+
+
+def _start() -> tuple[Any, Connection]:
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,21 @@ from fxpipe import (
     ScheduleError,
     ScheduleZBVZeroBubble,
 )
-from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand, stages_of
+from tests.distributed.bodies import (
+    blocks,
+    by_group_alone,
+    layout,
+    mse,
+    plain_gradients,
+    rand,
+    stages_of,
+)
 from tests.distributed.ranks import RankFailedError, run_on_ranks
 from tests.runtime.training import assert_close
 
 SOON = 5.0  # the promise is 2 s; the machine may be busy
+
+WAYS: dict[str, tuple[Any, ...]] = {"sockets": (), "group": (by_group_alone,)}
 
 
 class Bomb(torch.autograd.Function):
@@ -109,6 +120,11 @@ def test_an_exception_in_a_stage_reaches_all_ranks(
     schedule: type, stage: int, where: str, ranks: int
 ) -> None:
     run_on_ranks(ranks, fault_in_stage, schedule, stage, where, ranks)
+
+
+@pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])
+def test_an_exception_reaches_all_ranks_by_the_group_alone(stage: int, where: str) -> None:
+    run_on_ranks(3, by_group_alone, fault_in_stage, Schedule1F1B, stage, where, 3)
 
 
 def fault_in_loss(rank: int) -> None:
@@ -210,19 +226,20 @@ def hang(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_hang_says_who_waits_for_whom() -> None:
-    texts = run_on_ranks(2, hang)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hang_says_who_waits_for_whom(way: str) -> None:
+    texts = run_on_ranks(2, *WAYS[way], hang)
 
     assert "no answer from rank 0" in texts[1]
     assert "rank 0: in action 0F0" in texts[1]
     assert "rank 1: in action 1F0" in texts[1]
 
 
-def lost_peer(rank: int) -> str:
-    modules = blocks(3)
+def lost_peer(rank: int, lost: int, num_ranks: int) -> str:
+    modules = blocks(num_ranks)
     made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse)
     made.step(rand(8, 8), target=rand(8, 8))
-    if rank == 1:
+    if rank == lost:
         os._exit(3)
     start = time.monotonic()
     with pytest.raises(RemoteStageError) as caught:
@@ -231,12 +248,51 @@ def lost_peer(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_lost_process_is_noticed_by_all_others() -> None:
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_process_is_noticed_by_all_others(lost: int, way: str) -> None:
     with pytest.raises(RankFailedError) as caught:
-        run_on_ranks(3, lost_peer, limit=30.0)
+        run_on_ranks(4, *WAYS[way], lost_peer, lost, 4)
 
     # Only the process that died is missing; the others raised as they should.
-    assert "rank 1: did not survive: exit code 3" in str(caught.value)
+    assert f"rank {lost}: did not survive: exit code 3" in str(caught.value)
+    assert str(caught.value).count("--- rank") == 1
+
+
+class Mortal(nn.Module):
+    """Ends its process in its third forward once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.left = 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            os._exit(3)
+        return self.linear(x)
+
+
+def lost_inside(rank: int, lost: int, num_ranks: int) -> None:
+    modules = blocks(num_ranks)
+    modules[lost] = Mortal()
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse)
+    made.step(rand(8, 8), target=rand(8, 8))
+    modules[lost].left = 3
+    start = time.monotonic()
+    with pytest.raises(RemoteStageError, match=f"rank {lost}|lost"):
+        made.step(rand(8, 8), target=rand(8, 8))
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_lost_inside_a_step_is_noticed_by_all_others(lost: int, way: str) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_on_ranks(4, *WAYS[way], lost_inside, lost, 4)
+
+    assert f"rank {lost}: did not survive: exit code 3" in str(caught.value)
     assert str(caught.value).count("--- rank") == 1
 
 

@@ -34,3 +34,12 @@ def test_hand_written_stages_on_four_ranks(schedule: str) -> None:
 )
 def test_models_on_real_ranks(model: str, schedule: str, ranks: int, style: str) -> None:
     run_on_ranks(ranks, bodies.train_model, model, schedule, ranks, style)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_every_message_on_the_process_group(schedule: str) -> None:
+    run_on_ranks(2, bodies.by_group_alone, bodies.train_blocks, schedule, 2, 4)
+
+
+def test_every_message_of_a_model_on_the_process_group() -> None:
+    run_on_ranks(4, bodies.by_group_alone, bodies.train_model, "gpt", "1F1B", 4, "same")

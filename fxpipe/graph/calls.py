@@ -41,6 +41,7 @@ __all__ = [
     "given",
     "like",
     "or_zeros",
+    "overwrite",
 ]
 
 
@@ -130,6 +131,12 @@ class TensorConstant(Constant):
 
     def __call__(self, device: Any = None) -> Any:
         return self._value if device is None else self._value.to(device)
+
+
+def overwrite(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a buffer a new value, as an assignment to the attribute does."""
+    with torch.no_grad():
+        buffer.copy_(value)
 
 
 class Refusal:

@@ -21,6 +21,7 @@ from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.flow import Flow, is_free
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
+from fxpipe.graph.ownership import check_state_writes
 from fxpipe.graph.recompute import choose_repeated
 from fxpipe.graph.stagegraph import StageGraph, StageWriter
 
@@ -76,10 +77,12 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
     """Cut the graph; see the module's docstring.
 
     Raises:
-        SplitError: the assignment misses nodes or sends values backwards.
+        SplitError: the assignment misses nodes or sends values backwards, or a stage uses
+            a buffer that another one changes.
     """
     flow = Flow(traced, assignment.stage_of, assignment.num_stages)
     repeated = choose_repeated(flow)
+    check_state_writes(flow)
     needs = [flow.needs(stage) for stage in range(flow.num_stages)]
     targets: dict[fx.Node, list[int]] = {}
     for stage, found in enumerate(needs):

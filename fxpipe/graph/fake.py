@@ -34,6 +34,7 @@ __all__ = [
     "FakeState",
     "Left",
     "Quiet",
+    "Slot",
     "fake_mode",
     "grown",
     "on_trace_device",
@@ -136,7 +137,7 @@ def on_trace_device(tensor: torch.Tensor) -> torch.device:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
+class Slot:
     """One place where a module keeps a tensor."""
 
     place: dict[str, Any]
@@ -154,7 +155,7 @@ class FakeState:
     def __init__(self, mode: FakeTensorMode, module: nn.Module, *, all_trainable: bool) -> None:
         self._mode = mode
         self._fakes: dict[int, torch.Tensor] = {}
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self.real_of: dict[int, torch.Tensor] = {}
         self.is_sharded = False  # a run on the real tensors would start collectives
         self._all_trainable = all_trainable
@@ -163,14 +164,14 @@ class FakeState:
                 for place in (part._parameters, part._buffers, part.__dict__):
                     self._slots += self._slots_in(place)
 
-    def _slots_in(self, place: dict[str, Any]) -> Iterator[_Slot]:
+    def _slots_in(self, place: dict[str, Any]) -> Iterator[Slot]:
         for key, value in place.items():
             if not isinstance(value, torch.Tensor):
                 continue
             sharded = local_tensor(value) is not value
             self.is_sharded |= sharded
             if sharded or _is_plain(value):
-                yield _Slot(place, key, value, self._fake_of(value))
+                yield Slot(place, key, value, self._fake_of(value))
 
     def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
         if id(real) not in self._fakes:
@@ -185,6 +186,10 @@ class FakeState:
             self._fakes[id(real)] = made
             self.real_of[id(made)] = real
         return self._fakes[id(real)]
+
+    def reassigned(self) -> list[Slot]:
+        """Return the places that hold something else than their fake now."""
+        return [slot for slot in self._slots if slot.place.get(slot.key) is not slot.fake]
 
     @contextlib.contextmanager
     def fake(self) -> Iterator[None]:

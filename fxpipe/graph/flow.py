@@ -125,10 +125,13 @@ class Flow:
                 found[part] = None
         return found
 
+    def local(self, stage: int) -> list[fx.Node]:
+        """Return everything a stage computes or takes for itself."""
+        return list(self._reach(stage, self.own(stage))[0])
+
     def inputs(self, stage: int) -> set[fx.Node]:
         """Return the model inputs that a stage's nodes read."""
-        local, _ = self._reach(stage, self.own(stage))
-        return {node for node in local if node.op == "placeholder"}
+        return {node for node in self.local(stage) if node.op == "placeholder"}
 
     def _reach(
         self, stage: int, nodes: Iterable[fx.Node]

@@ -38,12 +38,14 @@ class LeafOutcome:
 
     `changed` were modified in place. Of `untouched` no operation used the values.
     `is_likely`: its sizes may depend on values, and were learnt from some of them.
+    `wrote` names the buffers of the leaf that it changed in place.
     """
 
     output: Any
     changed: tuple[int, ...]
     untouched: tuple[int, ...]
     is_likely: bool = False
+    wrote: tuple[str, ...] = ()
 
 
 class LeafRuns:
@@ -66,7 +68,10 @@ class LeafRuns:
         key = self._key(module, args, kwargs)
         if key is None or key not in self._outcomes:
             before = contents((args, kwargs))
+            buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
             outcome = self._run(module, call, args, kwargs)
+            wrote = tuple(name for name, buffer, old in buffers if buffer._version != old)
+            outcome = dataclasses.replace(outcome, wrote=wrote)
             is_special = outcome.is_likely and self.example is not None
             if key is None or is_special or contents((args, kwargs)) != before:
                 return outcome

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fxpipe.graph.calls import ACCESS, Constant, Fresh, Rebuild, TensorConstant, after
+from fxpipe.graph.calls import ACCESS, Constant, Fresh, Rebuild, TensorConstant, after, overwrite
 from fxpipe.graph.chance import Draw
 from fxpipe.graph.structure import (
     SYMBOLIC,
@@ -101,6 +101,7 @@ class Tape:
         self._objects: dict[int, tuple[Any, fx.Node, tuple[Accessor, ...], Any]] = {}
         self._accessed: dict[tuple[fx.Node, tuple[Accessor, ...]], fx.Node] = {}
         self._state: dict[str, fx.Node] = {}
+        self._state_storages: dict[int, str] = {}
         self._changes: dict[int, list[fx.Node]] = {}
         self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
         self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
@@ -161,7 +162,33 @@ class Tape:
             node = self.write("get_attr", name, (), {})
             node.meta["val"] = tensor
             self._state[name] = node
+            self._state_storages[_storage(tensor)] = name
         return self._state[name]
+
+    def overwrite(self, name: str, owner: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Write that a buffer gets the value of another tensor, at the end of a run."""
+        value = self.node_of(new)
+        if value.op == "get_attr":
+            value = self._copied(value)
+        if name in self._state:
+            self._copied(self._state[name])
+        last = next(reversed(self.graph.nodes)) if value.op == "placeholder" else last_part(value)
+        if name not in self._state:
+            with self.graph.inserting_after(last):
+                last = self._state_node(name, old)
+        with self.graph.inserting_after(last):
+            node = self.write("call_function", overwrite, (self._state[name], value), {})
+        node.meta.update(owner=owner, writes={name})
+
+    def _copied(self, state: fx.Node) -> fx.Node:
+        """Have the readers of a parameter or buffer read a copy; return it."""
+        readers = [user for user in state.users if user.target is not overwrite]
+        with self.graph.inserting_after(state):
+            copied = self.write("call_function", torch.clone, (state,), {})
+        copied.meta["val"] = state.meta["val"]
+        for reader in readers:
+            reader.replace_input_with(state, copied)
+        return copied
 
     def _constant(self, value: Any) -> Any:
         if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
@@ -269,6 +296,8 @@ class Tape:
         """Remember that a node changed a tensor in place."""
         key = _storage(tensor)
         self._changes.setdefault(key, []).append(node)
+        if key in self._state_storages:
+            node.meta.setdefault("writes", set()).add(self._state_storages[key])
         held = self._held.get(id(tensor))
         if held is not None and held.node is node:
             held.seen = len(self._changes[key])

@@ -42,6 +42,7 @@ from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.place import user_frame
 from fxpipe.graph.shapes import Sizes
+from fxpipe.graph.statewrites import StateWatch
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
 from fxpipe.graph.substitutes import substitute
 from fxpipe.graph.tape import Tape, UnknownTensorError
@@ -89,6 +90,7 @@ class Trace(TorchFunctionMode):
         self._example: ExampleValues | None = None
         self._thread = threading.get_ident()
         self._chance = Chance()
+        self._watch = StateWatch(module, opened, state)
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -221,6 +223,8 @@ class Trace(TorchFunctionMode):
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         self._check_chance()
+        for fault in self._watch.write(self.tape):
+            self.refuse(fault)
         with self._explained():
             self.tape.finish(output)
 
@@ -254,6 +258,8 @@ class Trace(TorchFunctionMode):
                     node_kwargs = _with_holder(kwargs, node_kwargs, part, holder)
                 changed.append((part, holder))
         node = self.tape.write("call_module", name, node_args, node_kwargs)
+        if outcome.wrote:
+            node.meta["writes"] = {f"{name}.{buffer}" for buffer in outcome.wrote}
         node.meta["untouched"] = tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched)
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)

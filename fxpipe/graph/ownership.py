@@ -1,0 +1,70 @@
+"""Refuse a cut that leaves a buffer which is changed in more than one stage.
+
+Each stage has its own copy of what it holds, in a process of its own. A copy that
+one stage changes would be out of date in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.flow import Flow
+
+__all__ = ["check_state_writes"]
+
+
+def check_state_writes(flow: Flow) -> None:
+    """Check that no stage uses a buffer that another one changes.
+
+    Raises:
+        SplitError: lists every such buffer, and where it is changed and used.
+    """
+    module = flow.traced.module
+    writers: dict[int, tuple[str, int, fx.Node]] = {}
+    for node, stage in flow.stage_of.items():
+        for name in _written(module, node):
+            writers.setdefault(id(module.get_buffer(name)), (name, stage, node))
+    if not writers:
+        return
+    faults: dict[str, None] = {}
+    for stage in range(flow.num_stages):
+        for node in flow.local(stage):
+            for buffer in _buffers(module, node):
+                name, home, writer = writers.get(id(buffer), ("", stage, node))
+                if home != stage:
+                    faults[
+                        f"{name!r} is changed in stage {home} ({writer.meta.get('where')}) and "
+                        f"used in stage {stage} ({node.meta.get('where')})"
+                    ] = None
+    if faults:
+        raise SplitError(
+            "a buffer that is changed in one stage cannot be used in another, which has its own "
+            "copy:\n  " + "\n  ".join(faults) + "\nmove the split so that one stage has both"
+        )
+
+
+def _written(module: nn.Module, node: fx.Node) -> set[str]:
+    names: set[str] = set(node.meta.get("writes", ()))
+    if node.op == "call_module":
+        for inner, part in module.get_submodule(str(node.target)).named_modules():
+            prefix = ".".join(filter(None, (str(node.target), inner)))
+            if isinstance(part, _NormBase) and part.running_mean is not None:
+                names |= {f"{prefix}.{key}" for key, _ in part.named_buffers()}
+            # What is not saved is a cache that every stage fills for itself.
+            names -= {f"{prefix}.{key}" for key in part._non_persistent_buffers_set}
+    return names
+
+
+def _buffers(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
+    if node.op == "call_module":
+        yield from module.get_submodule(str(node.target)).buffers()
+    elif node.op == "get_attr":
+        path, _, name = str(node.target).rpartition(".")
+        buffer = module.get_submodule(path)._buffers.get(name)
+        if buffer is not None:
+            yield buffer

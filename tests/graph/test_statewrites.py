@@ -1,0 +1,228 @@
+"""Buffers that the forward changes end up as after a run of the plain model."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpipe import SplitError, SplitPoint, TraceError, pipe_split, pipeline
+
+X = torch.randn(4, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+
+class Reassigned(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        self.count = self.count + 1
+        y = self.b(x) * self.mean * self.count
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y + self.mean
+
+
+class InTraining(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x) * self.mean
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        pipe_split()
+        return self.b(x)
+
+
+class InPlace(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        self.count += 1
+        self.mean[0] = 3.0
+        return functional.batch_norm(self.b(x), self.mean, torch.ones(8), training=True)
+
+
+class Swapped(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("other", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        self.mean, self.other = self.other, self.mean
+        return self.b(x) * self.mean
+
+
+class FromInput(Net):
+    def forward(self, x: Tensor, start: Tensor) -> Tensor:
+        x = self.a(x)
+        pipe_split()
+        self.mean = start
+        return self.b(x) * self.mean
+
+
+@pytest.mark.parametrize("kind", [Reassigned, InTraining, InPlace, Swapped])
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_and_gradients_follow_the_plain_model(kind: type[Net], training: bool) -> None:
+    model = kind().train(training)
+    plain = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    pipe = pipeline(model, (X,))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        found, wanted = pipe(x), plain(x)
+        found.square().sum().backward()
+        wanted.square().sum().backward()
+        torch.testing.assert_close(found, wanted)
+
+    state = {k: v for stage in pipe.stages for k, v in stage.module.state_dict().items()}
+    torch.testing.assert_close(state, dict(plain.state_dict()))
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_a_buffer_may_become_an_input() -> None:
+    model = FromInput()
+    pipe = pipeline(model, (X, torch.zeros(8)), dynamic_shapes={"x": {0: "batch"}})
+    start = torch.randn(8)
+
+    pipe(X, start)
+
+    assert torch.equal(pipe.get_stage_module(1).mean, start)
+
+
+def test_a_buffer_that_changes_its_shape_is_refused() -> None:
+    class Grows(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            pipe_split()
+            self.mean = torch.cat([self.mean, self.mean])
+            return self.b(x)
+
+    model = Grows()
+    with pytest.raises(TraceError, match=r"replaces the buffer 'mean' \(torch.float32\[8\]\) by"):
+        pipeline(model, (X,))
+    assert model.mean.shape == (8,)
+
+
+def test_a_tensor_that_is_no_buffer_is_refused_if_it_is_read() -> None:
+    class Cache(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = torch.zeros(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            pipe_split()
+            self.cache = self.cache + 1
+            return self.b(x) + self.cache
+
+    with pytest.raises(TraceError, match="replaces the tensor 'cache'"):
+        pipeline(Cache(), (X,))
+
+
+def test_a_changed_number_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(Net):
+        calls = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 5
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = Counts()
+    with caplog.at_level(logging.WARNING, "fxpipe"):
+        pipeline(model, (X,))
+
+    assert "the forward of the model changes its attributes calls" in caplog.text
+    assert model.calls == 5
+
+
+class ReadLater(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.count
+
+
+class Shared(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.a(x))
+        pipe_split()
+        return self.norm(self.b(x))
+
+
+class Tally(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Shared(nn.BatchNorm1d(8)), "norm.running_mean"),
+        (Shared(nn.BatchNorm1d(8)).eval(), "norm.running_mean"),
+        (Shared(Tally()), "norm.seen"),
+    ],
+    ids=["norm", "norm in evaluation", "own buffer"],
+)
+def test_a_buffer_of_two_stages_must_not_change(model: nn.Module, name: str) -> None:
+    with pytest.raises(SplitError, match=f"'{name}' is changed in stage 0 .*used in stage 1"):
+        pipeline(model, (X,))
+
+
+def test_a_value_read_after_a_change_is_sent() -> None:
+    # The later stage is sent the value; it needs no copy of the buffer.
+    model = ReadLater()
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, (X,))
+
+    found = [pipe(X), pipe(X)]
+
+    torch.testing.assert_close(found, [plain(X), plain(X)])
+
+
+def test_norms_that_keep_no_statistics_are_shared() -> None:
+    model = Shared(nn.LayerNorm(8))
+
+    pipe = pipeline(model, (X,))
+
+    torch.testing.assert_close(pipe(X), model(X))
+
+
+def test_each_stage_has_norms_of_its_own() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, (X,), split_spec={"1": SplitPoint.BEGINNING})
+
+    torch.testing.assert_close(pipe(X), plain(X))
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))

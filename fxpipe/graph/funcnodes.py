@@ -5,6 +5,7 @@ Functions that only ask for a tensor's size, dtype or the like are no nodes at a
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -54,8 +55,11 @@ def as_node(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
         return "call_function", setattr, (args[0], attribute, args[1]), {}
     if called in _OPERATORS:
         return "call_function", _OPERATORS[called], args, kwargs
-    if args and isinstance(args[0], torch.Tensor) and _is_method(func, called):
-        return "call_method", called, args, kwargs
+    if args and isinstance(args[0], torch.Tensor):
+        if _is_method(func, called):
+            return "call_method", called, args, kwargs
+        if _is_method(func, _dunders().get(id(func), "")):  # some go by the name of another
+            return "call_method", _dunders()[id(func)], args, kwargs
     return "call_function", func, args, kwargs
 
 
@@ -68,6 +72,15 @@ def plain_tuples(value: Any) -> Any:
     if type(value) is dict:
         return {key: plain_tuples(part) for key, part in value.items()}
     return value
+
+
+@functools.cache
+def _dunders() -> dict[int, str]:
+    return {
+        id(getattr(torch.Tensor, name)): name
+        for name in dir(torch.Tensor)
+        if name.startswith("__") and callable(getattr(torch.Tensor, name, None))
+    }
 
 
 def _is_method(func: Any, name: str) -> bool:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -175,8 +176,36 @@ class LeafRuns:
             return outcome.output
 
         found = learn_sizes(self._mode, hints, known, run_at)
+        if not found and module is not None:
+            free = self._without_fixed(hints, run_at)
+            if free:
+                known = exprs_in((args, kwargs), env)
+                found = learn_sizes(self._mode, free, known, run_at)
         assert first is not None
         return dataclasses.replace(first, output=found[0]) if found else None
+
+    def _without_fixed(self, hints: Values, run_at: Callable[[Values], Any]) -> Values:
+        """Fix the sizes that a leaf takes at no other value; return the others, if that helps."""
+        env = self._mode.shape_env
+        assert env is not None
+
+        def takes(values: Values) -> bool:
+            try:
+                run_at({**hints, **values})
+            except Exception:
+                return False
+            return True
+
+        fixed = {
+            symbol: hint
+            for symbol, hint in hints.items()
+            if not any(takes({symbol: size}) for size in _other_sizes(hint))
+        }
+        if not fixed or any(takes({s: h * times for s, h in fixed.items()}) for times in (2, 3)):
+            return {}  # none, or some that may only change together
+        for symbol, hint in fixed.items():
+            env.evaluate_expr(sympy.Eq(symbol, hint))
+        return {symbol: hint for symbol, hint in hints.items() if symbol not in fixed}
 
     def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -213,6 +242,10 @@ class LeafRuns:
             self._alive.append(module)
             self._kinds[id(module)] = _module_key(module)
         return self._kinds[id(module)]
+
+
+def _other_sizes(hint: int) -> list[int]:
+    return [2 * hint, hint + 1, *([hint // 2, hint - 1] if hint > 3 else [])]
 
 
 def _is_opaque(value: Any) -> bool:

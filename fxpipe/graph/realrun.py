@@ -56,12 +56,17 @@ def run_real(
         found = learn_sizes(mode, hints, known, run_at)
         if found:
             return found[0]
-        # Not all at once, then: find out which sizes may change.
-        free = {s: hint for s, hint in hints.items() if learn_sizes(mode, {s: hint}, known, run_at)}
+        # Not all at once, then: find sizes that may change together, the batch first.
+        free: dict[sympy.Symbol, int] = {}
+        for symbol in (s for s in env.backed_var_to_val if s in hints):
+            wanted = {**free, symbol: hints[symbol]}
+            if learn_sizes(mode, wanted, known, run_at):
+                free = wanted
         for symbol in hints.keys() - free.keys():
             env.evaluate_expr(sympy.Eq(symbol, hints[symbol]))
-        known = exprs_in((args, kwargs), env)
-        found = learn_sizes(mode, free, known, run_at) or learn_sizes(mode, {}, known, run_at)
+        found = learn_sizes(mode, free, exprs_in((args, kwargs), env), run_at)
+    if not found:
+        raise failure
     return found[0]
 
 

@@ -9,8 +9,9 @@ say the same, and a check in the stage makes sure that they do (see `agreed`).
 A count may grow with the batch. So the example is also looked at two and three
 times as large, its rows repeated; a number that grows along becomes a formula.
 
-Never computed: what depends on a parameter or on random numbers. And no decision is
-taken by a floating-point input: it will hardly be the same for the next one.
+Never computed: what depends on a parameter or on random numbers. And floating-point
+inputs decide nothing, for they will hardly be the same the next time; they may be
+counted, though (images that are not all zero).
 """
 
 from __future__ import annotations
@@ -217,7 +218,9 @@ class ExampleValues:
         made_up: Callable[..., torch.Tensor] | None = None,
         module: nn.Module | None = None,
     ) -> Any:
-        if not self._is_usable or (made_up is None and self._reads_floats((args, kwargs))):
+        if not self._is_usable:
+            raise NoValueError
+        if made_up is None and not _is_count(args) and self._reads_floats((args, kwargs)):
             raise NoValueError
         kept = preserved_values(module) if module is not None else contextlib.nullcontext()
         with Left(self._mode), self._state.real(), kept:
@@ -370,6 +373,11 @@ def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
     if not found.is_number:
         raise NoValueError
     return int(found) if found.is_integer else float(found)
+
+
+def _is_count(args: Any) -> bool:
+    is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
+    return is_tensor and args[0].dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _described(output: Any) -> list[Any]:

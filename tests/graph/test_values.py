@@ -160,3 +160,57 @@ def test_numbers_from_inputs_become_part_of_the_graph() -> None:
     assert_parity(plain, pipe, (rows(3, seed=1), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]])))
     with pytest.raises(InputError, match="would do something else"):
         pipe(rows(3), torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1]]))
+
+
+class Crowded(nn.Module):
+    """Needs values, and takes two sizes that may each grow, but not both at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        assert a.shape[1] + b.shape[1] < 20, "too crowded"
+        steps = int(a.sum() * 0) + 1
+        for _ in range(steps):
+            x = self.linear(x)
+        return torch.cat([x, x.new_zeros(a.shape[1] + b.shape[1], 4)])
+
+
+class Room(TwoParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.crowded = Crowded()
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        x = self.crowded(self.first(x), a, b)
+        pipe_split()
+        return self.last(x)
+
+
+def test_sizes_of_a_leaf_on_real_tensors_are_never_guessed() -> None:
+    # All sizes used to be taken for plain numbers then, while the inputs stayed open.
+    model = Room()
+    plain = copy.deepcopy(model)
+    inputs = (rows(3), rows(3, 5), rows(3, 6))
+
+    pipe = pipeline(model, inputs)
+
+    assert_parity(plain, pipe, inputs)
+    assert_parity(plain, pipe, (rows(7), rows(7, 5), rows(7, 6)))
+
+
+class Reflected(TwoParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = 2**x + 3 / (x * x + 1) + (5 - x) + 7 // (x * x + 1) + 2 % (x * x + 1)
+        pipe_split()
+        return self.last(x)
+
+
+def test_operators_with_a_number_on_the_left() -> None:
+    # `2**x` was written under the name of another function, which does not exist.
+    model = Reflected()
+    plain = copy.deepcopy(model)
+
+    assert_parity(plain, pipeline(model, (rows(3),)), (rows(3),))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -36,7 +37,7 @@ from fxpipe.graph.structure import map_leaves, walk
 from fxpipe.graph.tape import Constant, StageDevice
 from fxpipe.planner.observe import Observation, Op, entry, observe
 
-__all__ = ["Bench", "Sizes", "fixed_attention", "inputs_of", "tensor_specs"]
+__all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of", "tensor_specs"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +47,30 @@ Sizes = Mapping[str, int]
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Call:
+    """A node to run alone: `function(*args, **kwargs)` of what `build` makes anew each time.
+
+    `parameters` has the node's parameters once `build` was called.
+    """
+
+    function: Callable[..., Any]
+    build: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    parameters: list[torch.Tensor]
+
+
 class Bench:
     """Observes the nodes of one graph."""
 
-    def __init__(self, traced: TracedGraph, *, fused_attention: bool = True) -> None:
+    def __init__(
+        self,
+        traced: TracedGraph,
+        *,
+        fused_attention: bool = True,
+        device: torch.device = _CPU,
+    ) -> None:
         self.traced = traced
+        self.device = device
         self._fused = fused_attention
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Hashable, Observation] = {}
@@ -138,6 +158,17 @@ class Bench:
         module: nn.Module | None,
         make: Callable[[TensorSpec], torch.Tensor],
     ) -> Observation:
+        call = self.prepare(node, sizes, module, make)
+        return observe(call.function, call.build, lambda: call.parameters)
+
+    def prepare(
+        self,
+        node: fx.Node,
+        sizes: Sizes,
+        module: nn.Module | None,
+        make: Callable[[TensorSpec], torch.Tensor],
+    ) -> Call:
+        """A node ready to run alone, on tensors that `make` makes from specs."""
         made: dict[fx.Node, Any] = {}
         free: list[torch.Tensor] = [] if module is None else list(module.parameters())
         stash: list[torch.Tensor] = []
@@ -147,7 +178,7 @@ class Bench:
                 tensor = make(value.bind(sizes))
                 grows = value.requires_grad and source in self.grows
                 return entry(tensor, stash) if grows else tensor
-            return _plain(value, sizes)
+            return _plain(value, sizes, self.device)
 
         def argument(value: Any) -> Any:
             if not isinstance(value, fx.Node):
@@ -164,11 +195,12 @@ class Bench:
             return made[value]
 
         def build() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            stash.clear()
             args, kwargs = argument(tuple(node.args)), argument(dict(node.kwargs))
             made.clear()
             return args, kwargs
 
-        return observe(_callable(node, module), build, lambda: free)
+        return Call(_callable(node, module), build, free)
 
     def _state(self, name: str, make: Callable[[TensorSpec], torch.Tensor]) -> Any:
         owner, _, key = name.rpartition(".")
@@ -189,7 +221,7 @@ class Bench:
             return slice(*(argument(p) for p in (value.start, value.stop, value.step)))
         if isinstance(value, TrainingFlag):
             return bool(self.traced.module.get_submodule(value.module).training)
-        return _plain(value, sizes)
+        return _plain(value, sizes, self.device)
 
     @contextlib.contextmanager
     def _faked(self, module: nn.Module | None) -> Iterator[None]:
@@ -301,14 +333,14 @@ def _bound(spec: Any, sizes: Sizes) -> Hashable:
         if isinstance(leaf, TensorSpec):
             leaves.append((path, leaf.bind(sizes)))
         else:
-            leaves.append((path, repr(_plain(leaf, sizes))))
+            leaves.append((path, repr(_plain(leaf, sizes, _CPU))))
     return tuple(leaves)
 
 
-def _plain(value: Any, sizes: Sizes) -> Any:
+def _plain(value: Any, sizes: Sizes, device: torch.device) -> Any:
     if isinstance(value, sympy.Basic):
         return evaluate(value, sizes)
-    return _CPU if isinstance(value, StageDevice) else value
+    return device if isinstance(value, StageDevice) else value
 
 
 def _callable(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:

@@ -46,10 +46,15 @@ class Candidate:
         replicas = f"{self.data_parallel} x " if self.data_parallel > 1 else ""
         stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
         kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        ranks = _count(self.pipeline, "rank", "ranks")
+        parts = _count(self.num_microbatches, "microbatch", "microbatches")
         return (
-            f"{self.schedule} on {replicas}{self.pipeline} ranks{stages}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_size}{kept}"
+            f"{self.schedule} on {replicas}{ranks}{stages}, {parts} of {self.microbatch_size}{kept}"
         )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,22 @@ class Space:
             except ScheduleError as error:
                 raise PlanError(str(error)) from error
             object.__setattr__(self, "schedules", names)
+        faults = [
+            f"{name} is {list(values)}"
+            for name, values in (
+                ("stages_per_rank", self.stages_per_rank),
+                ("microbatch_sizes", self.microbatch_sizes),
+                ("data_parallel", self.data_parallel),
+            )
+            if values is not None and (not values or min(values) < 1)
+        ]
+        if faults:
+            raise PlanError(f"{'; '.join(faults)}; give whole numbers from 1 up")
+        unknown = [mode for mode in self.checkpointing if mode not in CHECKPOINTS]
+        if unknown or not self.checkpointing:
+            raise PlanError(
+                f"checkpointing is {list(self.checkpointing)}; known: {', '.join(CHECKPOINTS)}"
+            )
 
 
 def candidates(
@@ -80,6 +101,15 @@ def candidates(
         PlanError: there is none; the message says which number stands in the way.
     """
     names = space.schedules or tuple(name for name in SCHEDULES if name != "ForwardOnly")
+    # On one rank there is nothing to wait for: all schedules accumulate gradients alike.
+    plain = "1F1B" if "1F1B" in names else names[0]
+
+    def is_new(name: str, per_rank: int) -> bool:
+        # With one stage per rank looped schedules are others by name only.
+        return (
+            space.schedules is not None or per_rank > 1 or SCHEDULES[name].stages_per_rank[1] == 1
+        )
+
     found = []
     for width in _divisors(num_ranks):
         if space.data_parallel is not None and width not in space.data_parallel:
@@ -95,7 +125,9 @@ def candidates(
                 if ranks == 1 and per_rank > 1:
                     continue
                 for name in names:
-                    if not SCHEDULES[name].allows(per_rank) or (ranks == 1 and name != "1F1B"):
+                    if not SCHEDULES[name].allows(per_rank) or (ranks == 1 and name != plain):
+                        continue
+                    if not is_new(name, per_rank):
                         continue
                     count = batch_size // width // size
                     found += [
@@ -163,13 +195,12 @@ class Outline:
         return min(microbatches, max(self.holds_base + self.holds_per_rank * ranks, 1.0))
 
 
-def outline(
-    name: str, per_rank: int, times: tuple[float, float, float], transfer: float
-) -> Outline:
+def outline(name: str, per_rank: int, times: Sequence[float], transfer: float) -> Outline:
     """The outline of a schedule for given F, I and W times of a rank and a transfer time."""
     total = math.fsum(times) or 1.0
-    shares = tuple(round(time / total, 2) for time in times)
-    return _outline(name, per_rank, shares, round(transfer / total, 3))
+    # Coarse, since each new combination costs two simulations.
+    shares = tuple(round(20 * time / total) / 20 for time in times)
+    return _outline(name, per_rank, shares, min(round(50 * transfer / total) / 50, 1.0))
 
 
 @lru_cache(maxsize=4096)

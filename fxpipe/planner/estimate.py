@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from fxpipe.planner.hardware import Hardware
 from fxpipe.planner.stage_numbers import EdgeBytes, StageNumbers
@@ -29,8 +30,6 @@ from fxpipe.program import (
     Span,
     StageCost,
     StageCosts,
-    ValueKind,
-    reads,
     simulate,
 )
 
@@ -171,7 +170,6 @@ def rank_memory(
     Without `copies` ranks share one memory and hand tensors over by reference: what is
     received counts where it was made.
     """
-    edges = edges_of(len(stages), edge_bytes)
     timed = {
         part: span
         for span in spans
@@ -180,11 +178,12 @@ def rank_memory(
     }
     changes: list[list[_Change]] = [[] for _ in program.ranks]
     _add_held(changes, timed, stages, copies=copies)
-    _add_in_transit(changes, timed, program.placement, edges, edge_bytes, copies=copies)
+    _add_in_transit(changes, timed, program.placement, edge_bytes, copies=copies)
+    peaks = _peaks(timed, stages, program.num_ranks)
     result = []
     for rank in range(program.num_ranks):
         own = [stages[stage] for stage in program.placement.stages_of(rank)]
-        gradients, activations, buffers = _fullest(rank, timed, changes[rank], stages)
+        gradients, activations, buffers = _fullest(peaks[rank], changes[rank])
         result.append(
             Memory(
                 math.fsum(stage.weights for stage in own),
@@ -197,8 +196,7 @@ def rank_memory(
     return tuple(result)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(NamedTuple):
     """What a rank holds more from a time on."""
 
     time: float
@@ -243,57 +241,62 @@ def _add_in_transit(
     changes: list[list[_Change]],
     timed: Mapping[Action, Span],
     placement: Placement,
-    edges: Edges,
     edge_bytes: EdgeBytes,
     *,
     copies: bool,
 ) -> None:
     """What has been made or has arrived, and waits for the action that reads it."""
+    rank_of = placement.stage_to_rank
+    # By reading stage: the stage that makes the value, and bytes.
+    forwards: dict[int, list[tuple[int, float]]] = {}
+    backwards: dict[int, list[tuple[int, float]]] = {}
+    for (source, target), (there, back) in edge_bytes.items():
+        # An activation is among what its maker keeps; only a copy counts here.
+        if there and copies and rank_of[source] != rank_of[target]:
+            forwards.setdefault(target, []).append((source, there))
+        if back:
+            backwards.setdefault(source, []).append((target, back))
+    made: dict[tuple[bool, int, int | None], float] = {}
     for action, span in timed.items():
-        for value in reads(action, edges):
-            is_gradient = value.kind is ValueKind.GRADIENT
-            if value.kind is not ValueKind.ACTIVATION and not is_gradient:
-                continue
-            pair = (value.peer, value.stage) if is_gradient else (value.stage, value.peer)
-            size = edge_bytes.get(pair, (0.0, 0.0))[int(is_gradient)]
-            maker = placement.stage_to_rank[value.stage]
-            # An activation is among what its maker keeps; only a copy counts here.
-            if not size or (not is_gradient and (not copies or maker == span.rank)):
-                continue
-            makers = _makers(value.stage, action.microbatch, is_gradient)
-            start = next((timed[found].end for found in makers if found in timed), span.start)
-            rank = span.rank if copies else maker
+        if action.kind is not Kind.BACKWARD_WEIGHT:
+            made[action.kind is not Kind.FORWARD, action.stage, action.microbatch] = span.end
+    for action, span in timed.items():
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            continue
+        is_gradient = action.kind is not Kind.FORWARD
+        for maker, size in (backwards if is_gradient else forwards).get(action.stage, ()):
+            start = made.get((is_gradient, maker, action.microbatch), span.start)
+            rank = span.rank if copies else rank_of[maker]
             changes[rank].append(_Change(start, buffers=size))
             changes[rank].append(_Change(span.end, buffers=-size))
 
 
-def _makers(stage: int, microbatch: int | None, is_gradient: bool) -> tuple[Action, ...]:
-    kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT) if is_gradient else (Kind.FORWARD,)
-    return tuple(Action(kind, stage, microbatch) for kind in kinds)
+def _peaks(
+    timed: Mapping[Action, Span], stages: Sequence[StageNumbers], num_ranks: int
+) -> list[list[tuple[float, float]]]:
+    """For each rank when its actions start, and what they need beyond what is held then."""
+    moments: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
+    for action, span in timed.items():
+        stage = stages[action.stage]
+        if action.kind is Kind.FORWARD:
+            peak = stage.forward_peak
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            peak = stage.weight_peak
+        else:
+            peak = stage.backward_peak
+        moments[span.rank].append((span.start, peak))
+    for found in moments:
+        found.sort()
+    return moments
 
 
 def _fullest(
-    rank: int,
-    timed: Mapping[Action, Span],
-    changes: list[_Change],
-    stages: Sequence[StageNumbers],
+    moments: list[tuple[float, float]], changes: list[_Change]
 ) -> tuple[float, float, float]:
     """Gradients, activations and buffers when their sum, peaks included, is greatest."""
-    peaks = {
-        Kind.FORWARD: lambda s: s.forward_peak,
-        Kind.BACKWARD: lambda s: s.backward_peak,
-        Kind.BACKWARD_INPUT: lambda s: s.backward_peak,
-        Kind.BACKWARD_WEIGHT: lambda s: s.weight_peak,
-    }
-    moments = sorted(
-        (span.start, peaks[action.kind](stages[action.stage]))
-        for action, span in timed.items()
-        if span.rank == rank
-    )
     changes.sort(key=lambda change: change.time)
-    moments.append((math.inf, 0.0))
     best, level, at = (0.0, 0.0, 0.0), [0.0, 0.0, 0.0], 0
-    for start, peak in moments:
+    for start, peak in [*moments, (math.inf, 0.0)]:
         while at < len(changes) and changes[at].time <= start * (1 + 1e-12):
             change = changes[at]
             level[0] += change.gradients

@@ -31,7 +31,7 @@ from fxpipe.planner.cutsearch import Loads, capacity_bound, climb, possible_load
 from fxpipe.planner.work import Limits, Work
 from fxpipe.program import Placement
 
-__all__ = ["MOST_POSITIONS", "Partition", "partition"]
+__all__ = ["MOST_POSITIONS", "Partition", "partition", "shifted"]
 
 MOST_POSITIONS = 700
 """Up to so many cuts, branches may run in another order than the model's own."""
@@ -85,7 +85,8 @@ def partition(
         >>> partition(Work.chain([1, 1, 1, 3]), 2).stage_of
         (0, 0, 0, 1)
 
-    `effort` bounds the steps of the search where dynamic programming is not exact. Branches
+    `effort` bounds the steps of the search where dynamic programming is not exact; with 0
+    boundaries are only shifted from an even start, which is quick and proves little. Branches
     run in another order than the model's own only if the slowest rank gains at least the
     share `reorder_gain` by it.
 
@@ -117,6 +118,20 @@ def partition(
     return Partition(chosen.assignment(best[0]), placement, best[1], bound, order)
 
 
+def shifted(work: Work, start: Partition, limits: Limits) -> Partition:
+    """Shift the boundaries of a partition in the model's order towards the limits.
+
+    First towards the memory, as far as that goes, then towards even ranks. Quick; no proof.
+    """
+    if start.order != "model":
+        return start
+    cuts = Cuts(work, start.placement, limits, prefixes(work))
+    firsts = [start.stage_of.index(stage) for stage in range(start.placement.num_stages)]
+    masks = [(1 << first) - 1 for first in (*firsts, len(work.items))]
+    chain, totals = climb(cuts, tuple(cuts.masks.index(mask) for mask in masks))
+    return Partition(cuts.assignment(chain), start.placement, totals, start.bound, "model")
+
+
 def _floor(work: Work, placement: Placement) -> float:
     """A time that is out of reach whatever the order: the mean, and the longest item."""
     times = [item.time for item in work.items]
@@ -131,6 +146,9 @@ def _solve(cuts: Cuts, effort: int) -> tuple[tuple[Chain, Totals] | None, float]
     bound = max(cuts.load(s, a, b) for s, (a, b) in enumerate(itertools.pairwise(even)))
     loads = [Loads((), 0.0)] * cuts.num_stages
     known = (even, cuts.totals(even))
+    if not effort:
+        known = climb(cuts, even)
+        return (known if cuts.excess(known[1]) <= 0 else None), min(bound, known[1].slowest)
     if cuts.placement.num_ranks < cuts.num_stages:
         loads = possible_loads(cuts)
         bound = max(bound, capacity_bound(cuts, loads))

@@ -20,6 +20,7 @@ from fxpipe.errors import PlanError
 from fxpipe.planner.bench import Sizes
 from fxpipe.planner.cost import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.hardware import Hardware
+from fxpipe.planner.nodecost import NodeCost
 from fxpipe.planner.work import Flow, Item, Shared, Work
 
 __all__ = ["CHECKPOINTS", "OPTIMIZERS", "Checkpointing", "Training", "Workload", "workload_of"]
@@ -63,7 +64,8 @@ class Training:
 class NodeLoad:
     """Numbers for one node: times in seconds, then bytes per microbatch.
 
-    `keeps` are the storages held for the backward besides `inside`.
+    `keeps` are the storages held for the backward besides `inside`; `repeated` is the part
+    of `backward_input` in which checkpointing computes the forward again.
     """
 
     forward: float
@@ -72,6 +74,7 @@ class NodeLoad:
     inside: float
     keeps: tuple[ValueId, ...]
     deferred: float
+    repeated: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,14 @@ def workload_of(
 ) -> Workload:
     """Price every node at given sizes on given hardware, and group them into items."""
     training = training or Training()
-    loads = {node.name: load_of(costs, node, sizes, hardware, training) for node in costs.nodes}
+    # Equal blocks share one cost, so its formulas need to be evaluated once.
+    numbers = {
+        id(cost): CostNumbers.of(cost, sizes, hardware)
+        for cost in {id(node.cost): node.cost for node in costs.nodes}.values()
+    }
+    loads = {
+        node.name: load_of(costs, node, numbers[id(node.cost)], training) for node in costs.nodes
+    }
     groups = _group(costs, sizes, loads)
     item_of = {name: item for item, names in enumerate(groups) for name in names}
     by_name = {node.name: node for node in costs.nodes}
@@ -107,27 +117,57 @@ def workload_of(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CostNumbers:
+    """The formulas of a cost at some sizes on some hardware: seconds, then bytes."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    cheap: float
+    kept_inside: float
+    product_bytes: float
+    deferred: float
+
+    @staticmethod
+    def of(cost: NodeCost, sizes: Sizes, hardware: Hardware) -> CostNumbers:
+        return CostNumbers(
+            cost.time("forward", hardware, sizes),
+            cost.time("backward_input", hardware, sizes),
+            cost.time("backward_weight", hardware, sizes),
+            cost.cheap_time(hardware, sizes),
+            cost.kept_inside(sizes),
+            cost.product_bytes(sizes),
+            cost.deferred(sizes),
+        )
+
+
 def load_of(
-    costs: GraphCosts, node: NodeInfo, sizes: Sizes, hardware: Hardware, training: Training
+    costs: GraphCosts, node: NodeInfo, numbers: CostNumbers, training: Training
 ) -> NodeLoad:
     """Price one node."""
-    cost = node.cost
-    forward = cost.time("forward", hardware, sizes)
-    backward = cost.time("backward_input", hardware, sizes)
-    weight = cost.time("backward_weight", hardware, sizes)
-    inside, deferred = cost.kept_inside(sizes), cost.deferred(sizes)
+    cost, backward, inside = node.cost, numbers.backward_input, numbers.kept_inside
+    repeated = 0.0
     inputs = [costs.root(value) for value in node.inputs]
     keeps = [value for value, keep in zip(inputs, cost.keeps_input, strict=False) if keep]
     outputs = [costs.root((node.name, place)) for place in range(len(node.outputs))]
     keeps += [value for value, keep in zip(outputs, cost.keeps_output, strict=False) if keep]
-    repeats = node.is_block and (backward or weight) and training.checkpointing != "none"
-    if repeats:
+    has_backward = backward or numbers.backward_weight
+    if node.is_block and has_backward and training.checkpointing != "none":
         keeps = inputs
         is_full = training.checkpointing == "full"
-        inside = 0.0 if is_full else min(inside, cost.product_bytes(sizes))
-        backward += forward if is_full else cost.cheap_time(hardware, sizes)
+        inside = 0.0 if is_full else min(inside, numbers.product_bytes)
+        repeated = numbers.forward if is_full else numbers.cheap
     kept = tuple(value for value in dict.fromkeys(keeps) if not is_model_input(costs, value))
-    return NodeLoad(forward, backward, weight, inside, kept, deferred)
+    return NodeLoad(
+        numbers.forward,
+        backward + repeated,
+        numbers.backward_weight,
+        inside,
+        kept,
+        numbers.deferred,
+        repeated,
+    )
 
 
 def is_model_input(costs: GraphCosts, value: ValueId) -> bool:

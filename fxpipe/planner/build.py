@@ -1,0 +1,186 @@
+"""Turn a plan into the stages and the schedule of this rank.
+
+In:  a `Plan`, the model (again, if the plan was loaded), a device and a group.
+Out: `Built`. Stages are cut as planned, blocks checkpointed, replicas wrapped in
+     DistributedDataParallel.
+
+The model is captured again where a plan comes from a file; node names follow from the model
+and from which modules are opened, so a different model is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.graph.capture import TracedGraph, capture
+from fxpipe.graph.cut import Assignment
+from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.pipe import Pipe
+from fxpipe.planner.checkpointing import apply_checkpointing
+from fxpipe.planner.option import Option
+from fxpipe.runtime.local import LocalGroup
+
+if TYPE_CHECKING:
+    from fxpipe.planner.plan import Plan
+    from fxpipe.schedules import Schedule
+    from fxpipe.stage import PipelineStage
+
+__all__ = ["Built", "build"]
+
+Given = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one process needs to train.
+
+    `replica` is this process's replica of `num_replicas`; feed each its own share of the
+    batch (`rows` of it). `checkpointed` names the blocks that compute their forward again.
+    """
+
+    pipe: Pipe
+    stages: tuple[PipelineStage, ...]
+    schedule: Schedule
+    option: Option
+    replica: int
+    num_replicas: int
+    rows: int
+    checkpointed: tuple[str, ...]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of this process's stages, each once, for an optimizer."""
+        found = {id(p): p for stage in self.stages for p in stage.submod.parameters()}
+        return list(found.values())
+
+
+def build(
+    plan: Plan,
+    given: Given | None,
+    choice: int,
+    device: torch.device | str,
+    group: dist.ProcessGroup | LocalGroup | None,
+    loss_fn: Callable[..., Any] | None,
+    options: Mapping[str, Any],
+) -> Built:
+    """See `Plan.build`."""
+    from fxpipe.schedules import ScheduleFromProgram, get_schedule_class
+
+    option = _chosen(plan, choice)
+    candidate = option.candidate
+    where = _place(plan, option, group)
+    pipe = _pipe(plan, option, given)
+    stages, checkpointed = [], []
+    for index in (
+        option.placement.stages_of(where.rank)
+        if where.is_distributed
+        else range(candidate.num_stages)
+    ):
+        stage = pipe.build_stage(index, torch.device(device), where.pipeline)
+        names = plan.blocks if plan.blocks != _whole(pipe) else ("",)
+        checkpointed += apply_checkpointing(stage.submod, names, candidate.checkpointing)
+        if where.data is not None and any(p.requires_grad for p in stage.submod.parameters()):
+            stage.submod = nn.parallel.DistributedDataParallel(
+                stage.submod, process_group=where.data
+            )
+        stages.append(stage)
+    if option.program is not None:
+        schedule: Schedule = ScheduleFromProgram(stages, option.program, loss_fn, **options)
+    else:
+        count = candidate.num_microbatches
+        schedule = get_schedule_class(candidate.schedule)(stages, count, loss_fn, **options)
+    return Built(
+        pipe,
+        tuple(stages),
+        schedule,
+        option,
+        where.replica,
+        candidate.data_parallel,
+        candidate.microbatch_size * candidate.num_microbatches,
+        tuple(checkpointed) if candidate.checkpointing != "none" else (),
+    )
+
+
+def _whole(pipe: Pipe) -> tuple[str, ...]:
+    """What blocks are called where the stages of a pipe were planned as they are."""
+    return tuple(f"stages.{stage.index}" for stage in pipe.stages)
+
+
+def _chosen(plan: Plan, choice: int) -> Option:
+    if not 0 <= choice < len(plan.options):
+        raise PlanError(f"choice is one of the plan's {len(plan.options)} options, got {choice}")
+    return plan.options[choice]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where this process stands: the groups along the pipeline and across replicas."""
+
+    pipeline: dist.ProcessGroup | LocalGroup
+    data: dist.ProcessGroup | None
+    rank: int
+    replica: int
+
+    @property
+    def is_distributed(self) -> bool:
+        return not isinstance(self.pipeline, LocalGroup)
+
+
+def _place(plan: Plan, option: Option, group: dist.ProcessGroup | LocalGroup | None) -> _Place:
+    ranks, width = option.candidate.pipeline, option.candidate.data_parallel
+    if isinstance(group, LocalGroup) or (
+        group is None and not (dist.is_available() and dist.is_initialized())
+    ):
+        if isinstance(group, LocalGroup) and group.num_ranks != ranks:
+            raise PlanError(f"the plan's pipeline has {ranks} ranks, the group {group.num_ranks}")
+        return _Place(LocalGroup(ranks), None, 0, 0)
+    size, me = dist.get_world_size(group), dist.get_rank(group)
+    if size != ranks * width:
+        raise PlanError(
+            f"the plan is for {ranks * width} processes ({width} replicas of {ranks} ranks), "
+            f"but the group has {size}; plan again for {size}"
+        )
+    rank, replica = divmod(me, width)
+    whole = group if group is not None else dist.group.WORLD
+    assert whole is not None
+    if width == 1:
+        return _Place(whole, None, rank, 0)
+    everyone = dist.get_process_group_ranks(whole)
+    # Every process takes part in making every group.
+    lines = [dist.new_group([everyone[r * width + j] for r in range(ranks)]) for j in range(width)]
+    rows = [dist.new_group([everyone[r * width + j] for j in range(width)]) for r in range(ranks)]
+    return _Place(lines[replica], rows[rank], rank, replica)
+
+
+def _pipe(plan: Plan, option: Option, given: Given | None) -> Pipe:
+    if given is None:
+        if plan.subject is None:
+            raise PlanError(
+                "a plan from a file does not hold the model: build(model, example_args)"
+            )
+        if plan.subject.pipe is not None:
+            return plan.subject.pipe
+        traced = plan.subject.traced
+    else:
+        model, args, kwargs = given
+        traced = capture(model, args, kwargs, opened=set(plan.opened))
+    stage_of = {name: stage for stage, names in enumerate(option.nodes) for name in names}
+    _check_nodes(traced, stage_of)
+    return Pipe(traced, Assignment(stage_of))
+
+
+def _check_nodes(traced: TracedGraph, stage_of: Mapping[str, int]) -> None:
+    names = {node.name for node in work_nodes(traced) if not node.meta.get("accessor")}
+    extra, lost = sorted(names - set(stage_of)), sorted(set(stage_of) - names)
+    if extra or lost:
+        raise PlanError(
+            "this is not the model that was planned: "
+            f"{len(extra)} operations are new ({', '.join(extra[:3]) or 'none'}), "
+            f"{len(lost)} are gone ({', '.join(lost[:3]) or 'none'}); plan it again"
+        )

@@ -1,0 +1,301 @@
+"""Plan a training run before anything is rented: `plan()` and the `Plan` it returns.
+
+    found = plan(model, (ids,), "H100", num_ranks=64, batch_size=256)
+    print(found)                       # what to do, how the model is cut, why others lost
+    built = found.build(loss_fn=loss)  # the stages and the schedule of this rank
+
+In:  a model (on the meta device if it is large) or a `Pipe`, one example call, hardware.
+Out: a `Plan`: options from the best on, each priced by simulating a step. It can be saved as
+     JSON, drawn as a report, and built.
+
+Limits: the loss is priced only if the model computes it; collectives other than transfers and
+the reduction of gradients (tensor or sharded data parallelism) are not planned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.graph.pipe import Pipe
+from fxpipe.planner.candidates import Space, candidates
+from fxpipe.planner.hardware import Hardware, load_hardware
+from fxpipe.planner.option import Option
+from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
+from fxpipe.planner.rearrange import rearranged
+from fxpipe.planner.search import Pricing, Search
+from fxpipe.planner.subject import Subject, subject_of
+from fxpipe.planner.workload import CHECKPOINTS, Checkpointing, Training
+
+if TYPE_CHECKING:
+    from fxpipe.planner.build import Built
+    from fxpipe.planner.measured import Profile
+
+__all__ = ["Plan", "plan"]
+
+_FORMAT = 1
+_KEPT = 40
+
+
+def plan(
+    model: nn.Module | Pipe,
+    example_args: Sequence[Any],
+    hardware: str | os.PathLike[str] | Hardware,
+    num_ranks: int,
+    batch_size: int,
+    memory_limit: float | None = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    schedules: Iterable[str] | None = None,
+    microbatch_sizes: Iterable[int] | None = None,
+    data_parallel: int | Iterable[int] | None = None,
+    stages_per_rank: Iterable[int] = (1, 2, 4),
+    checkpointing: Checkpointing | Iterable[Checkpointing] = CHECKPOINTS,
+    optimizer: str = "adamw",
+    pin: Mapping[str, int] | None = None,
+    together: Iterable[Iterable[str]] = (),
+    sizes: Mapping[str, int] | None = None,
+    profile: Profile | None = None,
+    improve: bool = False,
+    effort: int = 150_000,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Find out how to train a model on given ranks.
+
+    Args:
+        model: the model, or a `Pipe` whose stages are kept as they are.
+        example_args, example_kwargs: one call of the model, of any batch size.
+        hardware: a preset such as "H100", a description, or a file (.json, .toml).
+        num_ranks: devices in all; data parallel replicas times pipeline ranks.
+        batch_size: rows of one step, over all replicas.
+        memory_limit: bytes a rank may hold; by default what the hardware has.
+        schedules, microbatch_sizes, data_parallel, stages_per_rank, checkpointing: what may
+            be chosen.
+        optimizer: for its state: none, sgd, momentum, adam, adamw or adamw-master.
+        pin, together: as in `auto_split`.
+        sizes: sizes other than the batch to plan for, such as {"sequence": 8192}.
+        profile: measured times, which replace the estimated ones where they exist.
+        improve: search for a better order of actions than the chosen schedule's.
+        effort: how many actions to simulate in all.
+        progress: called with (done, of all) as the search goes on.
+
+    Raises:
+        PlanError: nothing fits; the message says how much memory is missing where.
+    """
+    _check_counts(num_ranks=num_ranks, batch_size=batch_size)
+    where = load_hardware(hardware)
+    space = Space(
+        None if schedules is None else tuple(schedules),
+        None if microbatch_sizes is None else tuple(microbatch_sizes),
+        (data_parallel,) if isinstance(data_parallel, int) else _maybe_tuple(data_parallel),
+        tuple(stages_per_rank),
+        (checkpointing,) if isinstance(checkpointing, str) else tuple(checkpointing),
+    )
+    limit = where.memory if memory_limit is None else float(memory_limit)
+    most = num_ranks * max(space.stages_per_rank, default=1)
+    opened = None if profile is None else profile.opened
+    subject = subject_of(model, example_args, example_kwargs, most, where, sizes, opened)
+    pricing = Pricing(
+        subject.costs,
+        subject.sizes,
+        where,
+        Training(optimizer),
+        limit,
+        subject.stage_of,
+        dict(pin or {}),
+        tuple(tuple(group) for group in together),
+        None if profile is None else profile.reprice(subject),
+    )
+    found = candidates(
+        num_ranks,
+        batch_size,
+        subject.num_parts,
+        subject.narrowed(space),
+        fixed_stages=subject.num_stages,
+    )
+    options = Search(pricing).run(found, budget=effort, progress=progress)
+    if not options or options[0].missing(limit) > 0:
+        raise PlanError(shortage_text(options, num_ranks, limit, len(found)))
+    if improve:
+        options = [rearranged(options[0], where, limit), *options[1:]]
+    return Plan(
+        tuple(options[:_KEPT]),
+        where,
+        num_ranks,
+        batch_size,
+        limit,
+        optimizer,
+        dict(subject.sizes),
+        subject.opened,
+        subject.blocks,
+        len(found),
+        subject,
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ways to train a model, the best first.
+
+    `options[0]` is what the plan chose; see `Option` for its prediction and stages.
+    `opened` are the modules that were looked into, `blocks` those that checkpointing wraps.
+    """
+
+    options: tuple[Option, ...]
+    hardware: Hardware
+    num_ranks: int
+    batch_size: int
+    memory_limit: float
+    optimizer: str
+    sizes: Mapping[str, int]
+    opened: tuple[str, ...]
+    blocks: tuple[str, ...]
+    num_candidates: int
+    subject: Subject | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    @property
+    def step_time(self) -> float:
+        """Predicted seconds of a step."""
+        return self.best.step_time
+
+    @property
+    def throughput(self) -> float:
+        """Predicted rows per second."""
+        return self.batch_size / self.best.step_time if self.best.step_time else 0.0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The ranked table as plain data; `why` says why an option lost."""
+        from fxpipe.planner.plan_text import table_rows
+
+        return table_rows(self)
+
+    def build(
+        self,
+        model: nn.Module | None = None,
+        example_args: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        *,
+        choice: int = 0,
+        device: Any = "cpu",
+        group: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        **schedule_options: Any,
+    ) -> Built:
+        """The stages and the schedule of this rank, ready for `schedule.step`.
+
+        Without a process group, or with a `LocalGroup`, all ranks of one replica run in this
+        process. With one, its size must be the plan's `num_ranks`: process r * W + j is rank r
+        of replica j of W, and replicas share their gradients through DistributedDataParallel.
+        Blocks are checkpointed as planned, in the model's own modules.
+
+        Args:
+            model, example_args, example_kwargs: for a plan that was loaded from a file; by
+                default what was planned.
+            choice: which of `options` to build.
+            schedule_options: passed to the schedule.
+
+        Raises:
+            PlanError: the model is not the one that was planned, or the number of processes
+                is another.
+        """
+        from fxpipe.planner.build import build
+
+        given = None if model is None else (model, tuple(example_args or ()), example_kwargs or {})
+        return build(self, given, choice, device, group, loss_fn, schedule_options)
+
+    def report(self, path: str | os.PathLike[str], *, most: int = 8) -> Path:
+        """Write an HTML report: the stages, the best options and their timelines."""
+        from fxpipe.planner.plan_report import write_plan_report
+
+        return write_plan_report(self, path, most=most)
+
+    def to_json(self) -> str:
+        """All of the plan but the model; the inverse of `from_json`."""
+        data = {
+            "format": _FORMAT,
+            "hardware": self.hardware.to_dict(),
+            "num_ranks": self.num_ranks,
+            "batch_size": self.batch_size,
+            "memory_limit": self.memory_limit,
+            "optimizer": self.optimizer,
+            "sizes": dict(self.sizes),
+            "opened": list(self.opened),
+            "blocks": list(self.blocks),
+            "num_candidates": self.num_candidates,
+            "options": [option.to_dict() for option in self.options],
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is not one.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise PlanError(f"the plan has format {data['format']}; this version reads 1")
+            return Plan(
+                tuple(Option.from_dict(option) for option in data["options"]),
+                Hardware.from_dict(data["hardware"]),
+                data["num_ranks"],
+                data["batch_size"],
+                data["memory_limit"],
+                data["optimizer"],
+                data["sizes"],
+                tuple(data["opened"]),
+                tuple(data["blocks"]),
+                data["num_candidates"],
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"this is not a saved plan: {error!r}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan to a JSON file."""
+        target = Path(path)
+        target.write_text(self.to_json() + "\n", encoding="utf-8")
+        return target
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {os.fspath(path)!r}: {error}") from error
+        return Plan.from_json(text)
+
+    def __str__(self) -> str:
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
+
+
+def _check_counts(**counts: int) -> None:
+    faults = [
+        f"{name} is {value!r}"
+        for name, value in counts.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+    ]
+    if faults:
+        raise PlanError("; ".join(faults) + "; it must be a whole number from 1 up")
+
+
+def _maybe_tuple(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)

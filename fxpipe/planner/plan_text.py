@@ -1,0 +1,228 @@
+"""A plan in words and tables: for the terminal, for notebooks, and as plain rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.planner.estimate import Memory
+from fxpipe.planner.option import Option, loss_of
+
+if TYPE_CHECKING:
+    from fxpipe.planner.plan import Plan
+
+__all__ = ["bytes_text", "plan_html", "plan_text", "seconds_text", "shortage_text", "table_rows"]
+
+
+def bytes_text(count: float) -> str:
+    """Bytes with a unit, three digits."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time with a unit, three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def table_rows(plan: Plan) -> list[dict[str, Any]]:
+    """One plain row per option, best first."""
+    return [
+        {
+            "rank": place,
+            **asdict(option.candidate),
+            "step_time": option.step_time,
+            "throughput": plan.batch_size / option.step_time if option.step_time else 0.0,
+            "bubble": option.prediction.bubble,
+            "imbalance": option.imbalance,
+            "peak_memory": option.peak,
+            "memory": [
+                {**asdict(memory), "total": memory.total} for memory in option.prediction.memory
+            ],
+            "fits": option.missing(plan.memory_limit) <= 0,
+            "why": loss_of(option, plan.best, plan.memory_limit),
+        }
+        for place, option in enumerate(plan.options)
+    ]
+
+
+def plan_text(plan: Plan, *, others: int = 10) -> str:
+    """What was chosen, how the model is cut, what the fullest rank holds, why others lost."""
+    lines = [*_head(plan), "", *_cut_lines(plan.best), "", _memory_line(plan.best)]
+    if others:
+        lines += ["", *_other_lines(plan, others)]
+    return "\n".join(lines)
+
+
+def _head(plan: Plan) -> list[str]:
+    best = plan.best
+    rate = f"{plan.throughput:.4g} rows/s"
+    length = plan.sizes.get("sequence")
+    if length:
+        rate += f" ({plan.throughput * length:,.0f} positions/s)"
+    improved = "" if best.program is None else ", in an improved order"
+    return [
+        f"plan for {plan.num_ranks} ranks of {plan.hardware.name}, batch {plan.batch_size}, "
+        f"{bytes_text(plan.memory_limit)} per rank, optimizer {plan.optimizer}",
+        f"chosen of {plan.num_candidates}: {best.candidate}{improved}",
+        f"a step takes {seconds_text(best.step_time)}, {rate}; ranks idle "
+        f"{best.prediction.bubble:.1%}; the fullest holds {bytes_text(best.peak)}",
+    ]
+
+
+def _cut_lines(option: Option) -> list[str]:
+    loads = option.rank_loads
+    rows = [("stage", "rank", "F", "I", "W", "state", "kept", "sends", "parts")]
+    for stage, numbers in enumerate(option.stages):
+        sent = math.fsum(there for (a, _), (there, _) in option.edge_bytes.items() if a == stage)
+        rows.append(
+            (
+                str(stage),
+                str(option.placement.stage_to_rank[stage]),
+                seconds_text(numbers.forward),
+                seconds_text(numbers.backward_input),
+                seconds_text(numbers.backward_weight),
+                bytes_text(numbers.state),
+                bytes_text(numbers.kept + numbers.kept_received),
+                bytes_text(sent) if sent else "-",
+                _span(option.modules[stage]),
+            )
+        )
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    why = f"the cut: rank {slowest} is the slowest with {seconds_text(loads[slowest])} of compute "
+    why += f"per microbatch, {option.imbalance:.3g} times the mean"
+    if option.bound:
+        # The bound counts transfers too, so it can lie above the compute time alone.
+        why += f"; no cut gets compute and transfers below {seconds_text(option.bound)}"
+    return [why, *_aligned(rows, left=(8,))]
+
+
+def _span(modules: Sequence[str]) -> str:
+    if not modules:
+        return "-"
+    if len(modules) == 1:
+        return modules[0]
+    return f"{modules[0]} .. {modules[-1]} ({len(modules)})"
+
+
+def _memory_line(option: Option) -> str:
+    memory = option.prediction.memory
+    fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
+    return f"rank {fullest} holds {bytes_text(memory[fullest].total)}: {_parts(memory[fullest])}"
+
+
+def _parts(memory: Memory) -> str:
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
+
+
+def _other_lines(plan: Plan, most: int) -> list[str]:
+    rows = [("step", "idle", "peak", "option", "")]
+    rows += [
+        (
+            seconds_text(option.step_time),
+            f"{option.prediction.bubble:.1%}",
+            bytes_text(option.peak),
+            str(option.candidate),
+            loss_of(option, plan.best, plan.memory_limit),
+        )
+        for option in plan.options[: most + 1]
+    ]
+    simulated = len(plan.options)
+    return [f"the best {len(rows) - 1} of {simulated} simulated:", *_aligned(rows, left=(3, 4))]
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def shortage_text(
+    options: Sequence[Option], num_ranks: int, limit: float, num_candidates: int
+) -> str:
+    """Why nothing fits: the closest option, and what each of its ranks lacks."""
+    if not options:
+        return (
+            f"none of {num_candidates} candidates for {num_ranks} ranks can be cut: the model has "
+            "too few parts, or pins and groups contradict the order of data"
+        )
+    closest = min(options, key=lambda option: (option.missing(limit), option.candidate))
+    lines = []
+    for rank, memory in enumerate(closest.prediction.memory):
+        if memory.total > limit:
+            stages = closest.placement.stages_of(rank)
+            names = [name for stage in stages for name in closest.modules[stage]]
+            lines.append(
+                f"  rank {rank} ({_span(names)}) needs {bytes_text(memory.total)}, missing "
+                f"{bytes_text(memory.total - limit)}: {_parts(memory)}"
+            )
+    worst = max(closest.prediction.memory, key=lambda memory: memory.total)
+    state = worst.weights + worst.gradients + worst.optimizer
+    advice = "smaller microbatches, or checkpointing"
+    if state > limit / 2:
+        advice = "more ranks in the pipeline, or a leaner optimizer"
+    return (
+        f"nothing fits {num_ranks} ranks with {bytes_text(limit)} each; the closest of "
+        f"{num_candidates} candidates, {closest.candidate}:\n" + "\n".join(lines) + "\n"
+        f"what would help: {advice}"
+    )
+
+
+def plan_html(plan: Plan) -> str:
+    """For notebooks."""
+    head, *rest = _head(plan)
+    cut = [("stage", "rank", "F", "I", "W", "state", "kept per microbatch", "parts")]
+    for stage, numbers in enumerate(plan.best.stages):
+        cut.append(
+            (
+                str(stage),
+                str(plan.best.placement.stage_to_rank[stage]),
+                seconds_text(numbers.forward),
+                seconds_text(numbers.backward_input),
+                seconds_text(numbers.backward_weight),
+                bytes_text(numbers.state),
+                bytes_text(numbers.kept + numbers.kept_received),
+                _span(plan.best.modules[stage]),
+            )
+        )
+    others = [("", "option", "step", "idle", "peak", "why")]
+    for place, option in enumerate(plan.options[:15]):
+        others.append(
+            (
+                str(place),
+                str(option.candidate),
+                seconds_text(option.step_time),
+                f"{option.prediction.bubble:.1%}",
+                bytes_text(option.peak),
+                loss_of(option, plan.best, plan.memory_limit),
+            )
+        )
+    lines = "".join(f"<p>{escape(line)}</p>" for line in rest)
+    return (
+        f"<div><p><b>{escape(head)}</b></p>{lines}{_html_table(others)}"
+        f"<p>{escape(_cut_lines(plan.best)[0])}</p>{_html_table(cut)}"
+        f"<p>{escape(_memory_line(plan.best))}</p></div>"
+    )
+
+
+def _html_table(rows: Sequence[Sequence[str]]) -> str:
+    first, *others = rows
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in first)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in others
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -1,0 +1,310 @@
+"""Plans: what is chosen and why, saving, building, and what happens if nothing fits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from fxpipe.errors import PlanError
+from fxpipe.graph.pipe import pipeline
+from fxpipe.planner.hardware import HARDWARE
+from fxpipe.planner.plan import Plan, plan
+from fxpipe.program import validate
+from fxpipe.program.generators import SCHEDULES
+from fxpipe.runtime.local import LocalGroup
+from models import gpt
+from tests.distributed.ranks import run_on_ranks
+
+TRAINING = sorted(set(SCHEDULES) - {"ForwardOnly"})
+
+
+def make(**options):
+    model = gpt.build(layers=4)
+    args, kwargs = gpt.example_inputs(2)
+    given = {"num_ranks": 2, "batch_size": 8, **options}
+    hardware = given.pop("hardware", "cpu core")
+    return plan(model, args, hardware, example_kwargs=kwargs, **given)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return make(microbatch_sizes=(2,), data_parallel=1)
+
+
+def loss_fn(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_options_are_ranked_and_say_why_they_lost(found):
+    rows = found.rows()
+
+    times = [row["step_time"] for row in rows if row["fits"]]
+    assert times == sorted(times)
+    assert rows[0]["why"] == "chosen"
+    assert all(row["why"] for row in rows)
+    assert rows[0]["throughput"] == pytest.approx(8 / rows[0]["step_time"])
+    parts = rows[0]["memory"][0]
+    names = ("weights", "gradients", "optimizer", "activations", "buffers")
+    assert parts["total"] == pytest.approx(sum(parts[name] for name in names))
+
+
+def test_text_explains_choice_cut_memory_and_others(found):
+    text = str(found)
+
+    assert f"chosen of {found.num_candidates}: {found.best.candidate}" in text
+    assert "times the mean" in text
+    assert "tokens .. " in text and "head" in text
+    assert "holds" in text and "optimizer" in text
+    assert "% slower: " in text
+    assert "<table>" in found._repr_html_()
+
+
+def test_all_schedules_get_a_chance(found):
+    tried = {option.candidate.schedule for option in found.options}
+
+    assert tried == set(TRAINING)
+
+
+def test_json_keeps_everything_but_the_model(found, tmp_path):
+    again = Plan.load(found.save(tmp_path / "plan.json"))
+
+    assert again == found
+    assert str(again) == str(found)
+    with pytest.raises(PlanError, match="not a saved plan"):
+        Plan.from_json("{}")
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        Plan.load(tmp_path / "none.json")
+
+
+def gradients(model):
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_trains_like(model, built):
+    reference = copy.deepcopy(model)
+    for part in reference.modules():
+        part.__dict__.pop("forward", None)
+    args, _ = gpt.example_inputs(built.rows)
+    model.zero_grad(), reference.zero_grad()
+
+    built.schedule.step(args[0], target=args[0])
+    loss_fn(reference(args[0]), args[0]).backward()
+
+    for mine, its in zip(gradients(model), gradients(reference), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_built_plans_have_the_plain_gradients(found, mode):
+    model = found.subject.traced.module
+    options = [
+        index
+        for index, option in enumerate(found.options)
+        if option.candidate.checkpointing == mode
+    ]
+
+    assert options
+    for choice in options:
+        built = found.build(choice=choice, loss_fn=loss_fn)
+        expected = () if mode == "none" else tuple(f"blocks.{i}" for i in range(4))
+        assert tuple(sorted(built.checkpointed)) == expected
+        assert_trains_like(model, built)
+
+
+def saved_bytes(built):
+    """What autograd packs in a step; a checkpointed block packs its inputs, not its inside."""
+    total = 0
+
+    def pack(tensor):
+        nonlocal total
+        total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    args, _ = gpt.example_inputs(built.rows)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        built.schedule.step(args[0], target=args[0])
+    return total
+
+
+def test_checkpointing_is_really_applied_and_can_be_taken_back(found):
+    def first(mode):
+        return next(
+            i
+            for i, option in enumerate(found.options)
+            if option.candidate.checkpointing == mode and option.candidate.schedule == "1F1B"
+        )
+
+    plain = found.build(choice=first("none"), loss_fn=loss_fn)
+    kept = saved_bytes(plain)
+    forwards = []
+    block = found.subject.traced.module.blocks[0]
+    handle = next(block.children()).register_forward_hook(lambda *_: forwards.append(1))
+    full = found.build(choice=first("full"), loss_fn=loss_fn)
+    args, _ = gpt.example_inputs(full.rows)
+    full.schedule.step(args[0], target=args[0])
+    handle.remove()
+    again = found.build(choice=first("none"), loss_fn=loss_fn)
+
+    assert len(forwards) == 2 * full.option.candidate.num_microbatches
+    assert saved_bytes(again) == kept
+
+
+def test_a_loaded_plan_builds_with_the_same_model_only(found):
+    again = Plan.from_json(found.to_json())
+    args, kwargs = gpt.example_inputs(2)
+    model = gpt.build(layers=4)
+
+    built = again.build(model, args, kwargs, loss_fn=loss_fn)
+
+    assert_trains_like(model, built)
+    with pytest.raises(PlanError, match="does not hold the model"):
+        again.build()
+    with pytest.raises(PlanError, match="not the model that was planned"):
+        again.build(gpt.build(layers=3), args, kwargs)
+    with pytest.raises(PlanError, match="the plan's pipeline has 2 ranks, the group 3"):
+        again.build(gpt.build(layers=4), args, kwargs, group=LocalGroup(3))
+    with pytest.raises(PlanError, match="choice is one of"):
+        again.build(gpt.build(layers=4), args, kwargs, choice=400)
+
+
+def test_memory_limit_changes_the_choice_and_is_kept():
+    free = make(hardware="H100", num_ranks=2, microbatch_sizes=(2,), data_parallel=1)
+    limit = 0.9 * free.best.peak
+
+    tight = make(
+        hardware="H100", num_ranks=2, microbatch_sizes=(2,), data_parallel=1, memory_limit=limit
+    )
+
+    assert tight.best.candidate != free.best.candidate
+    assert tight.best.peak <= limit
+    assert tight.best.step_time >= free.best.step_time
+
+
+def test_nothing_fits_says_how_much_is_missing_where():
+    with pytest.raises(PlanError) as caught:
+        make(memory_limit=1e5, microbatch_sizes=(2,))
+
+    message = str(caught.value)
+    assert "nothing fits 2 ranks with 100 kB each" in message
+    assert "rank 0 (" in message and ", missing " in message
+    assert "weights" in message and "what would help: more ranks" in message
+
+
+def test_wishes_are_followed():
+    wishes = {"schedules": ["zbv"], "data_parallel": 1, "checkpointing": "full"}
+    found = make(**wishes, microbatch_sizes=(2,), pin={"blocks.0": 1}, stages_per_rank=(2,))
+
+    candidate = found.best.candidate
+    assert candidate.schedule == "ZBVZeroBubble"
+    assert (candidate.data_parallel, candidate.checkpointing) == (1, "full")
+    assert "blocks.0" in found.best.modules[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 0}, "num_ranks is 0; it must be a whole number from 1 up"),
+        ({"schedules": ["1F2B"]}, "there is no schedule '1F2B'"),
+        ({"hardware": "H1000"}, "there is no hardware preset 'H1000'; did you mean"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+        ({"checkpointing": "some"}, "checkpointing is \\['some'\\]; known: none"),
+        ({"sizes": {"width": 4}}, "sizes names width; this model has batch, sequence"),
+        ({"data_parallel": 3}, "data_parallel must divide the 2 ranks"),
+        ({"microbatch_sizes": (3,)}, "microbatch sizes \\[3\\] must divide the batch"),
+        ({"stages_per_rank": ()}, "stages_per_rank is \\[\\]"),
+    ],
+)
+def test_wrong_requests_are_explained(options, message):
+    with pytest.raises(PlanError, match=message):
+        make(**options)
+
+
+def test_model_and_arguments_are_checked():
+    with pytest.raises(PlanError, match="got a tensor: write"):
+        plan(nn.Linear(2, 2), torch.zeros(1, 2), "H100", 1, 2)
+    with pytest.raises(PlanError, match=r"takes a torch.nn.Module or a Pipe, got str"):
+        plan("gpt", (), "H100", 1, 2)
+
+
+def test_sizes_change_the_price():
+    short = make(hardware="H100", microbatch_sizes=(2,))
+    long = make(hardware="H100", microbatch_sizes=(2,), sizes={"sequence": 64})
+
+    assert long.best.peak > 1.5 * short.best.peak
+
+
+def test_improved_order_is_valid_and_not_slower():
+    options = {"microbatch_sizes": (1,), "data_parallel": 1, "schedules": ["1F1B"]}
+    plain = make(**options)
+    better = make(**options, improve=True)
+
+    assert better.step_time <= plain.step_time
+    program = better.best.make_program()
+    validate(program, better.best.edges)
+    built = better.build(loss_fn=loss_fn)
+    assert_trains_like(better.subject.traced.module, built)
+    assert Plan.from_json(better.to_json()) == better
+
+
+def test_report_is_one_html_file(found, tmp_path):
+    path = found.report(tmp_path / "plan.html")
+
+    text = path.read_text()
+    assert "Plan for 2 ranks of" in text
+    assert str(found.best.candidate) in text
+    assert "Stage graph" in text
+    loaded = Plan.from_json(found.to_json()).report(tmp_path / "loaded.html")
+    assert "Plan for 2 ranks of" in loaded.read_text()
+
+
+def test_large_models_are_planned_without_weights():
+    with torch.device("meta"):
+        model = gpt.build(layers=24, width=1024, heads=16, vocab=32000, length=1024).bfloat16()
+    ids = torch.zeros(1, 1024, dtype=torch.long, device="meta")
+
+    found = plan(model, (ids,), "A100", 1024, 2048, schedules=["1F1B", "ZBH1"])
+
+    candidate = found.best.candidate
+    assert candidate.data_parallel * candidate.pipeline == 1024
+    assert found.best.peak < HARDWARE["A100"].memory
+
+
+def two_replicas(rank):
+    found = make(num_ranks=4, data_parallel=2, microbatch_sizes=(2,), schedules=["1F1B"])
+    built = found.build(loss_fn=loss_fn)
+    assert (built.replica, built.num_replicas, built.rows) == (rank % 2, 2, 4)
+    args, _ = gpt.example_inputs(8)
+    rows = args[0][4 * built.replica : 4 * built.replica + 4]
+    reference = gpt.build(layers=4)
+    loss_fn(reference(args[0]), args[0]).backward()
+
+    built.schedule.step(rows, target=rows)
+
+    wanted = dict(reference.named_parameters(remove_duplicate=False))
+    for stage in built.stages:
+        for name, parameter in stage.submod.named_parameters():
+            plain = name.removeprefix("module.")
+            torch.testing.assert_close(parameter.grad, wanted[plain].grad, rtol=1e-4, atol=1e-6)
+    try:
+        make(num_ranks=2, microbatch_sizes=(2,), schedules=["1F1B"]).build()
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_plan_runs_on_processes_with_data_parallelism():
+    messages = run_on_ranks(4, two_replicas)
+
+    assert all("but the group has 4; plan again for 4" in message for message in messages)
+
+
+def test_stages_of_a_pipe_are_kept():
+    args, kwargs = gpt.example_inputs(2)
+    pipe = pipeline(gpt.build(layers=4), args, kwargs, num_stages=2)
+
+    found = plan(pipe, args, "cpu core", 2, 8, microbatch_sizes=(2,))
+
+    assert all(option.candidate.num_stages == 2 for option in found.options)
+    assert found.build(loss_fn=loss_fn).pipe is pipe

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.runtime.deferral import Deferral, can_defer
+from fxpipe.runtime.engine import run_backward
 
 __all__ = [
     "Deferral",
@@ -97,8 +98,10 @@ _apply: Any = _Receive.apply
 def backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> None:
     """Run the whole backward. Without `grads` the outputs are scalars, such as losses."""
     roots, seeds = _roots(outputs, grads)
-    if roots:
-        torch.autograd.backward(roots, seeds)
+    if roots and seeds is not None:
+        run_backward(roots, seeds)
+    elif roots:
+        torch.autograd.backward(roots)
 
 
 def backward_input(

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, RemoteStageError
+from fxpipe.runtime.transport import Transport, TransportError
 
 __all__ = ["Control", "Fault", "GroupControl", "LocalControl", "remote_error"]
 
@@ -142,6 +143,7 @@ class GroupControl:
         self.size = group.size()
         self._timeout = timeout
         self._group = _side_group(group)
+        self._direct: Transport | None = None
         # Kept, since gloo's threads may hold on to them a little longer than a call.
         self._mine = torch.zeros(WIDTH, dtype=torch.int64)
         self._parts = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(self.size)]
@@ -163,8 +165,34 @@ class GroupControl:
         """Every rank's numbers, by rank."""
         row = [*numbers, *(0,) * (WIDTH - len(numbers))]
         self._mine.copy_(torch.tensor(row))
-        self._allgather(self._mine, self._parts)
+        if self._direct is None:
+            self._allgather(self._mine, self._parts)
+        else:
+            self._exchange_directly(self._direct)
         return tuple(tuple(part.tolist()) for part in self._parts)
+
+    def use(self, transport: Transport) -> None:
+        """From now on exchange numbers over a transport that joins every two ranks."""
+        self._direct = transport
+
+    def _exchange_directly(self, transport: Transport) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        shapes = [((WIDTH,), torch.int64)]
+        self._parts[self.rank].copy_(self._mine)
+        try:
+            incoming = [transport.recv(rank, shapes, self._mine.device) for rank in others]
+            for rank in others:
+                transport.send(rank, [self._mine])
+            for rank, one in zip(others, incoming, strict=True):
+                self._parts[rank] = one.wait()[0]
+            transport.finish()
+        except TransportError as error:
+            self._look_or_lose()
+            if self._fault is not None and self._fault.kind != "error":
+                raise remote_error(self._fault) from error
+            if error.timed_out:
+                self._hung()
+            self._lost(str(error))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. Values must pickle."""

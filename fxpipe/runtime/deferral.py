@@ -30,6 +30,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.runtime.deferrable import DEFERRABLE, Call, recognise
+from fxpipe.runtime.engine import run_backward
 from fxpipe.runtime.operations import Operation
 from fxpipe.runtime.weight_work import WeightWork, accumulate, modified, only
 
@@ -116,7 +117,7 @@ class Deferral(TorchFunctionMode):
         # active. Given edges it does not, and what is recomputed still passes through here.
         edges, seeds = _edges(outputs), _seeds(outputs, grads)
         with self:
-            torch.autograd.backward(edges, seeds)
+            run_backward(edges, seeds)
 
     def run(self) -> None:
         """Compute the weight gradients and add them to the parameters, each once."""

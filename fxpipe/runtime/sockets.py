@@ -63,6 +63,11 @@ class HostTransport:
         }
         self._closed = weakref.finalize(self, _close_all, list(sockets.values()))
 
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks that a socket leads to."""
+        return tuple(self._wires)
+
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Any:
         wire = self._wires.get(peer)
         if wire is None:

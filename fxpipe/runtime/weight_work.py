@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
+from fxpipe.runtime.engine import run_backward
 from fxpipe.runtime.operations import Operation
 
 __all__ = ["WeightWork", "accumulate", "modified", "only"]
@@ -117,7 +118,7 @@ def _hand_over(parameters: list[Parameter], sums: dict[Parameter, Tensor]) -> No
     if any(parameter.requires_grad for parameter in parameters):  # or frozen since the forward
         with torch.enable_grad():
             root: Tensor = _source(grads, *parameters)
-        torch.autograd.backward([root])
+        run_backward([root], [root.detach()])  # any gradient does: it is not looked at
     parameters.clear()
 
 

@@ -19,6 +19,7 @@ from fxpipe.cli import schedule as schedule_commands
 from fxpipe.cli.demo import demo, demo_examples
 from fxpipe.cli.doctor import doctor, doctor_examples
 from fxpipe.cli.output import print_error
+from fxpipe.cli.plan import plan, plan_examples
 from fxpipe.cli.report import report, report_examples
 from fxpipe.cli.simulate import simulate, simulate_examples
 from fxpipe.cli.trace import draw, draw_examples, trace, trace_examples
@@ -102,6 +103,7 @@ def _main(
 app.command(epilog=demo_examples)(demo)
 app.command(epilog=trace_examples)(trace)
 app.command(epilog=draw_examples)(draw)
+app.command(epilog=plan_examples)(plan)
 app.command(epilog=simulate_examples)(simulate)
 app.add_typer(schedule_commands.app, name="schedule")
 app.command(epilog=train_examples)(train)

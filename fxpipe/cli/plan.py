@@ -1,0 +1,268 @@
+"""`fxpipe plan`: how to split a model, which schedule, does it fit, how fast will it be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fxpipe.cli.models import ModelRequest, resolve
+from fxpipe.cli.options import (
+    AsJson,
+    Dtype,
+    InputsName,
+    Meta,
+    ModelName,
+    Seq,
+    complete_schedule,
+)
+from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
+from fxpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fxpipe.planner.plan import Plan
+
+__all__ = ["memory_bytes", "plan", "plan_examples"]
+
+plan_examples = examples(
+    "fxpipe plan models/gpt.py:build --ranks 4 --batch-size 16 --hardware cpu-core",
+    "fxpipe plan 'hf:llama?num_hidden_layers=80&hidden_size=8192' -p 64 --batch-size 256 "
+    "--seq 4096 --dtype bfloat16 --hardware H100 --report plan.html",
+    "fxpipe plan models/gpt.py:build -p 2 --batch-size 8 --memory 2GB --schedule 1F1B --json",
+)
+
+
+def complete_hardware(incomplete: str) -> list[str]:
+    """Presets whose name starts so, for the shell's completion."""
+    from fxpipe.planner.hardware import HARDWARE
+
+    return [name for name in HARDWARE if name.lower().startswith(incomplete.lower())]
+
+
+_Hardware = Annotated[
+    str,
+    typer.Option(
+        "--hardware",
+        "-w",
+        help="A preset (A100, H100, H200, B200, MI300X, CPU-core) or a .json or .toml file.",
+        autocompletion=complete_hardware,
+    ),
+]
+_Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Number of ranks (devices).")]
+_BatchSize = Annotated[
+    int, typer.Option("--batch-size", min=1, help="Rows of one step, over all replicas.")
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        help="What a rank may hold, such as 40GB; else the device's.",
+        show_default=False,
+    ),
+]
+_Schedules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schedule",
+        help="A schedule that may be chosen. May be repeated; all otherwise.",
+        show_default=False,
+        autocompletion=complete_schedule,
+    ),
+]
+_Sizes = Annotated[
+    str | None,
+    typer.Option(
+        "--microbatch-size", help="Sizes that may be chosen, with commas.", show_default=False
+    ),
+]
+_Width = Annotated[
+    int | None,
+    typer.Option("--data-parallel", min=1, help="Number of replicas.", show_default=False),
+]
+_PerRank = Annotated[
+    str, typer.Option("--stages-per-rank", help="Numbers that may be chosen, with commas.")
+]
+_Checkpointing = Annotated[
+    str, typer.Option("--checkpointing", help="What may be chosen of none, selective, full.")
+]
+_Optimizer = Annotated[
+    str, typer.Option("--optimizer", help="none, sgd, momentum, adam, adamw or adamw-master.")
+]
+_Profile = Annotated[
+    bool,
+    typer.Option("--profile", help="Measure the model's parts on this machine's CPU first."),
+]
+_Improve = Annotated[
+    bool, typer.Option("--improve", help="Search for a better order than the schedule's.")
+]
+_Top = Annotated[int, typer.Option("--top", min=1, help="How many options to list.")]
+_Save = Annotated[
+    Path | None,
+    typer.Option("--out", "-o", help="Write the plan, .json, to build from.", show_default=False),
+]
+_Report = Annotated[
+    Path | None, typer.Option("--report", help="Write a report, .html.", show_default=False)
+]
+
+
+def plan(
+    model: ModelName,
+    ranks: _Ranks = 4,
+    batch_size: _BatchSize = 32,
+    hardware: _Hardware = "H100",
+    memory: _Memory = None,
+    schedules: _Schedules = None,
+    microbatch_size: _Sizes = None,
+    data_parallel: _Width = None,
+    stages_per_rank: _PerRank = "1,2,4",
+    checkpointing: _Checkpointing = "none,selective,full",
+    optimizer: _Optimizer = "adamw",
+    profiled: _Profile = False,
+    improve: _Improve = False,
+    top: _Top = 10,
+    seq: Seq = None,
+    inputs: InputsName = None,
+    dtype: Dtype = "float32",
+    meta: Meta = None,
+    save: _Save = None,
+    report: _Report = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan a training run: the split, the schedule, the memory and the time of a step.
+
+    Nothing is trained and no device is needed. Options are listed from the quickest on, with
+    the reason why each lost.
+    """
+    limit = None if memory is None else memory_bytes(memory)
+    sizes = None if microbatch_size is None else _numbers("--microbatch-size", microbatch_size)
+    per_rank = _numbers("--stages-per-rank", stages_per_rank)
+    for path, ending in ((save, ".json"), (report, ".html")):
+        if path is not None and path.suffix.lower() != ending:
+            raise InputError(f"a plan is written as {ending} here, but got {path}")
+    from fxpipe.planner.plan import plan as make_plan
+    from fxpipe.planner.profile import profile
+
+    named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype))
+    args, kwargs = named.inputs(2)
+    module = named.build(meta=named.is_built_on_meta_by_default if meta is None else meta)
+    measured = None
+    if profiled:
+        with _bar("measuring") as tell:
+            measured = profile(module, args, example_kwargs=kwargs, progress=tell)
+    with _bar("planning") as tell:
+        found = make_plan(
+            module,
+            args,
+            hardware,
+            ranks,
+            batch_size,
+            limit,
+            example_kwargs=kwargs,
+            schedules=schedules,
+            microbatch_sizes=sizes,
+            data_parallel=data_parallel,
+            stages_per_rank=per_rank,
+            checkpointing=_words(checkpointing),  # type: ignore[arg-type]
+            optimizer=optimizer,
+            profile=measured,
+            improve=improve,
+            progress=tell,
+        )
+    written = [] if save is None else [found.save(writable(save))]
+    if report is not None:
+        written.append(found.report(writable(report)))
+    if as_json:
+        print_json(_json(found, model, top, written))
+        return
+    _show(found, top)
+    for path in written:
+        typer.echo(f"wrote {path}")
+
+
+def memory_bytes(text: str) -> float:
+    """Bytes from a text such as 40GB, 512MiB or 1e9.
+
+    Raises:
+        InputError: it is not a size.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    value = 0.0
+    if match is not None:
+        power = " kmgt".index(match[2].lower() or " ")
+        try:
+            value = float(match[1]) * (1024 if match[3] else 1000) ** power
+        except ValueError:
+            value = 0.0
+    if value <= 0:
+        raise InputError(f"--memory is a size such as 40GB, 512MiB or 1e9; got {text!r}")
+    return value
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InputError(f"{option} is a number from 1 up, or several with commas; got {text!r}")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    with bar(err()) as shown:
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
+
+
+def _show(found: Plan, top: int) -> None:
+    from fxpipe.planner.plan_text import bytes_text, plan_text, seconds_text
+
+    typer.echo(plan_text(found, others=0))
+    rows = [
+        (
+            row["rank"],
+            str(option.candidate),
+            seconds_text(row["step_time"]),
+            f"{row['throughput']:.4g}",
+            f"{row['bubble']:.1%}",
+            bytes_text(row["peak_memory"]),
+            row["why"],
+        )
+        for row, option in zip(found.rows()[:top], found.options, strict=False)
+    ]
+    columns = ("#", "option", "step#", "rows/s#", "idle#", "peak memory#", "why")
+    typer.echo("")
+    out().print(make_table(f"{len(found.options)} options simulated", columns, rows))
+
+
+def _json(found: Plan, model: str, top: int, written: list[Path]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "hardware": found.hardware.name,
+        "num_ranks": found.num_ranks,
+        "batch_size": found.batch_size,
+        "memory_limit": found.memory_limit,
+        "num_candidates": found.num_candidates,
+        "options": found.rows()[:top],
+        "stages": [
+            {
+                "rank": found.best.placement.stage_to_rank[index],
+                "modules": list(found.best.modules[index]),
+                **asdict(stage),
+            }
+            for index, stage in enumerate(found.best.stages)
+        ],
+        "written": [str(path) for path in written],
+    }

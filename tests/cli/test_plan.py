@@ -1,0 +1,91 @@
+"""`fxpipe plan`."""
+
+from pathlib import Path
+
+import pytest
+
+from fxpipe.cli.plan import memory_bytes
+from fxpipe.planner.plan import Plan
+from tests.cli.run import fails, fxpipe, fxpipe_json
+
+SMALL = ("models/gpt.py:build", "-p", "2", "--batch-size", "8", "--microbatch-size", "2")
+
+
+def test_the_best_options_are_listed_with_reasons() -> None:
+    text = fxpipe("plan", *SMALL, "--hardware", "cpu core", "--top", "5")
+
+    assert "plan for 2 ranks of" in text
+    assert "the cut: rank" in text
+    assert "chosen" in text and "slower: " in text
+
+
+def test_json_has_options_stages_and_files(tmp_path: Path) -> None:
+    plan, report = tmp_path / "new" / "plan.json", tmp_path / "plan.html"
+
+    found = fxpipe_json(
+        "plan", *SMALL, "--schedule", "1f1b", "--schedule", "zbv", "--data-parallel", "1",
+        "--checkpointing", "none", "--improve", "--out", str(plan), "--report", str(report),
+    )  # fmt: skip
+
+    assert {row["schedule"] for row in found["options"]} == {"1F1B", "ZBVZeroBubble"}
+    assert found["options"][0]["why"] == "chosen"
+    assert found["options"][0]["memory"][0]["weights"] > 0
+    assert found["stages"][0]["modules"]
+    assert found["written"] == [str(plan), str(report)]
+    assert Plan.load(plan).num_ranks == 2
+    assert "Plan for 2 ranks" in report.read_text()
+
+
+def test_hugging_face_configuration_without_weights() -> None:
+    found = fxpipe_json(
+        "plan", "hf:llama?num_hidden_layers=8", "-p", "8", "--batch-size", "16", "--seq", "512",
+        "--dtype", "bfloat16", "--schedule", "1F1B", "--hardware", "a100",
+    )  # fmt: skip
+
+    best = found["options"][0]
+    assert best["data_parallel"] * best["pipeline"] == 8
+
+
+def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXPIPE_CACHE", str(tmp_path))
+
+    found = fxpipe_json("plan", *SMALL, "--profile", "--schedule", "1F1B")
+
+    assert found["options"][0]["step_time"] > 0
+    assert list(tmp_path.glob("profile-*.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--memory", "100kB"), "nothing fits 2 ranks with 100 kB each"),
+        (("--memory", "much"), "--memory is a size such as 40GB, 512MiB or 1e9; got 'much'"),
+        (("--hardware", "H1000"), "there is no hardware preset 'H1000'; did you mean H100"),
+        (("--hardware", "none.toml"), "cannot read the hardware description 'none.toml'"),
+        (("--schedule", "1F2B"), "there is no schedule '1F2B'; did you mean"),
+        (("--checkpointing", "some"), "checkpointing is ['some']; known: none, selective, full"),
+        (("--stages-per-rank", "x"), "--stages-per-rank is a number from 1 up"),
+        (("--optimizer", "lion"), "unknown optimizer 'lion'"),
+        (("--data-parallel", "3"), "data_parallel must divide the 2 ranks"),
+        (("--out", "plan.txt"), "a plan is written as .json here, but got plan.txt"),
+        (("--report", "plan.pdf"), "a plan is written as .html here, but got plan.pdf"),
+    ],
+)
+def test_refuses(arguments: tuple[str, ...], message: str) -> None:
+    assert message in fails("plan", *SMALL, *arguments)
+
+
+def test_wrong_usage_has_its_own_code() -> None:
+    assert "ranks" in fails("plan", "models/gpt.py:build", "-p", "0", code=2)
+
+
+def test_help_shows_an_example() -> None:
+    assert "fxpipe plan models/gpt.py:build" in fxpipe("plan", "--help")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("40GB", 40e9), ("512MiB", 512 * 2**20), ("1e9", 1e9), ("1.5 kB", 1500), ("2t", 2e12)],
+)
+def test_sizes_are_read(text: str, size: float) -> None:
+    assert memory_bytes(text) == size

@@ -33,11 +33,13 @@ __all__ = [
     "Rebuild",
     "Refusal",
     "TensorConstant",
+    "TracedDtype",
     "Within",
     "after",
     "cell_of",
     "child_of",
     "device_of",
+    "dtype_of",
     "given",
     "like",
     "or_zeros",
@@ -139,6 +141,14 @@ def overwrite(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.copy_(value)
 
 
+class TracedDtype(Constant):
+    """A callable that returns a dtype that follows the model's, or a limit of it, as traced."""
+
+    def __init__(self, dtype: torch.dtype, limit: str | None) -> None:
+        super().__init__(dtype if limit is None else getattr(torch.finfo(dtype), limit))
+        self.dtype, self.limit = dtype, limit
+
+
 class Refusal:
     """A callable that raises: what was traced in this mode cannot be run."""
 
@@ -173,6 +183,13 @@ def like(value: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
         return value
     dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
     return value.detach().to(dtype)
+
+
+def dtype_of(value: Any, limit: str | None) -> Any:
+    """Return the floating dtype of a tensor or of a module's parameters, or a limit of it."""
+    if isinstance(value, nn.Module):
+        value = next(p for p in value.parameters() if p.is_floating_point())
+    return value.dtype if limit is None else getattr(torch.finfo(value.dtype), limit)
 
 
 def device_of(value: Any) -> torch.device:

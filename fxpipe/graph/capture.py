@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -27,6 +28,7 @@ from fxpipe.errors import FxpipeError, SplitError, TraceError
 from fxpipe.graph.calls import Refusal
 from fxpipe.graph.chance import watched_draws
 from fxpipe.graph.decide import ValueDecidesError
+from fxpipe.graph.dtypes import cast_inputs, dtypes_to_follow, link_dtypes
 from fxpipe.graph.dynamic import Wishes, read_wishes
 from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
@@ -42,6 +44,8 @@ from fxpipe.graph.trace import DATA_DEPENDENT, Trace
 from fxpipe.graph.values import ExampleValues
 
 __all__ = ["TracedGraph", "capture"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,6 +190,7 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
         while True:
             result = _trace_once(task, wishes, training)
             if not result.wanted - task.opened:
+                _follow_dtypes(task, wishes, training, result.graph)
                 return result
             task.opened.update(result.wanted)
 
@@ -208,6 +213,20 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
     _check_refusals(training.graph, evaluation.graph)
     merge_modes(training.graph.graph, evaluation.graph.graph)
     return _joined(training.graph, evaluation.graph)
+
+
+def _follow_dtypes(task: _Task, wishes: Wishes, training: bool | None, traced: TracedGraph) -> None:
+    """Have dtypes that opened code read off a tensor follow it; see `dtypes`."""
+    cast = dtypes_to_follow(traced.graph)
+    if not cast:
+        return
+    try:
+        other = _trace_once(task, wishes, training, cast).graph
+    except Exception as error:
+        _log.info("the model does not run as %s; its dtypes are fixed: %s", cast, error)
+        return
+    if not link_dtypes(task.module, traced.graph, other.graph, cast):
+        _log.info("the model is another graph as %s; its dtypes are fixed", cast)
 
 
 def _check_refusals(*graphs: TracedGraph) -> None:
@@ -233,7 +252,12 @@ class _Traced:
     reads_training: bool
 
 
-def _trace_once(task: _Task, wishes: Wishes, training: bool | None) -> _Traced:
+def _trace_once(
+    task: _Task,
+    wishes: Wishes,
+    training: bool | None,
+    cast: Mapping[torch.dtype, torch.dtype] | None = None,
+) -> _Traced:
     module, named, opened = task.module, task.named, task.opened
     mode = fake_mode()
     sizes = Sizes(mode, wishes.dims)
@@ -242,13 +266,13 @@ def _trace_once(task: _Task, wishes: Wishes, training: bool | None) -> _Traced:
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        state = FakeState(mode, module, all_trainable=True)
+        state = FakeState(mode, module, all_trainable=True, cast=cast)
         stack.enter_context(state.fake())
         if training is not None:
             for part in module.modules():
                 part.training = training
         trace = Trace(module, mode, sizes, state, opened, task.splits)
-        fakes = sizes.fake(named, on_trace_device)
+        fakes = sizes.fake(cast_inputs(named, cast or {}), on_trace_device)
         _place_inputs(trace, fakes)
         trace.tape.trace_devices = _devices(state, named)
         if task.follows_example:

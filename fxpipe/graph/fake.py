@@ -152,8 +152,16 @@ class Slot:
 class FakeState:
     """The parameters, buffers and tensor attributes of a model, and fakes for them."""
 
-    def __init__(self, mode: FakeTensorMode, module: nn.Module, *, all_trainable: bool) -> None:
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        module: nn.Module,
+        *,
+        all_trainable: bool,
+        cast: Mapping[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
         self._mode = mode
+        self._cast = cast or {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._slots: list[Slot] = []
         self.real_of: dict[int, torch.Tensor] = {}
@@ -175,8 +183,9 @@ class FakeState:
 
     def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
         if id(real) not in self._fakes:
+            dtype = self._cast.get(real.dtype, real.dtype)
             made = torch.empty_strided(
-                real.shape, real.stride(), dtype=real.dtype, device=on_trace_device(real)
+                real.shape, real.stride(), dtype=dtype, device=on_trace_device(real)
             )
             if isinstance(real, nn.Parameter):
                 wanted = real.requires_grad or (self._all_trainable and _is_float(real))

@@ -13,14 +13,18 @@ is changed in place by anything.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
 
 from torch import fx, nn
 
+from fxpipe.graph.dtypes import (
+    HEAVY,
+    function_name,
+    has_gradient,
+    keeps_parameter_dtype,
+    specs_of,
+)
 from fxpipe.graph.flow import Flow, is_free
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.structure import walk
 
 __all__ = ["choose_repeated"]
 
@@ -28,7 +32,6 @@ __all__ = ["choose_repeated"]
 _CHEAPER = 32
 _LARGEST_CHAIN = 200
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
-_HEAVY = ("matmul", "mm", "bmm", "linear", "conv", "einsum", "attention", "addmm", "baddbmm")
 
 
 def choose_repeated(flow: Flow) -> list[list[str]]:
@@ -107,7 +110,7 @@ def _stand_in(flow: Flow, node: fx.Node, received: list[fx.Node]) -> fx.Node | N
     Only for values whose dtype is that of the parameters whatever autocast does, so
     that the stand-in can be given the right dtype when the stage runs.
     """
-    if not _keeps_parameter_dtype(flow, node):
+    if not keeps_parameter_dtype(flow.traced.module, node):
         return None
     spec: TensorSpec = node.meta["spec"]
     for other in received:
@@ -117,32 +120,16 @@ def _stand_in(flow: Flow, node: fx.Node, received: list[fx.Node]) -> fx.Node | N
     return None
 
 
-def _keeps_parameter_dtype(flow: Flow, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(flow.traced.module.get_submodule(str(node.target)), nn.Embedding)
-    if node.op not in ("call_method", "call_function") or "ambient" in node.meta:
-        return False
-    inputs = [n for n in node.all_input_nodes if _has_gradient(n)]
-    name = _name(node)
-    is_heavy = any(word in name for word in _HEAVY) or name in ("to", "float", "half", "bfloat16")
-    return bool(inputs) and not is_heavy and all(_keeps_parameter_dtype(flow, n) for n in inputs)
-
-
 def _is_repeatable(flow: Flow, node: fx.Node) -> bool:
     meta = node.meta
-    if _has_gradient(node) or meta.keys() & {"only", "changes", "storage", "checkpoint"}:
+    if has_gradient(node) or meta.keys() & {"only", "changes", "storage", "checkpoint"}:
         return False
     if node.op == "call_module":
         return _is_table(flow.traced.module.get_submodule(str(node.target)))
-    name = _name(node)
+    name = function_name(node)
     return not any(word in name for word in _RANDOM) and not any(
-        name.startswith(word) for word in _HEAVY
+        name.startswith(word) for word in HEAVY
     )
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -154,17 +141,9 @@ def _is_table(module: nn.Module) -> bool:
     )
 
 
-def _specs(node: fx.Node) -> Iterable[TensorSpec]:
-    return (leaf for _, leaf in walk(node.meta.get("spec")) if isinstance(leaf, TensorSpec))
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return any(spec.requires_grad for spec in _specs(node))
-
-
 def _bytes(flow: Flow, node: fx.Node) -> float:
     total = 0
-    for spec in _specs(node):
+    for spec in specs_of(node):
         if spec.symbols <= flow.traced.hints.keys():
             count = 1
             for size in spec.bind(flow.traced.hints).shape:

@@ -24,8 +24,10 @@ from fxpipe.graph.calls import (
     Fresh,
     OnlyIf,
     Rebuild,
+    TracedDtype,
     Within,
     device_of,
+    dtype_of,
     given,
     like,
     or_zeros,
@@ -142,6 +144,8 @@ class StageWriter:
         if node.op == "get_attr":
             self._tensors[target] = None
             return self._graph.create_node("get_attr", target, (), {}, node.name)
+        if isinstance(target, TracedDtype):
+            return self._dtype(target)
         ambient: Ambient | None = node.meta.get("ambient")
         only: bool | None = node.meta.get("only")
         if node.op == "call_module":
@@ -157,6 +161,17 @@ class StageWriter:
             args = (self._training(node.meta.get("owner") or ""), *args)
             target = OnlyIf(only, target)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
+
+    def _dtype(self, traced: TracedDtype) -> fx.Node:
+        """Read a dtype off a module of the stage, or off a tensor it receives."""
+        source = self._module_with(traced.dtype)
+        for made in self._placeholders if source is None else ():
+            spec = made.meta["spec"]
+            if spec.requires_grad and spec.dtype == traced.dtype:
+                source = made
+        if source is None:
+            return self._graph.create_node("call_function", traced, (), {})
+        return self._graph.create_node("call_function", dtype_of, (source, traced.limit), {})
 
     def _input(self, node: fx.Node) -> fx.Node:
         name = str(node.target)

@@ -87,6 +87,7 @@ class Trace(TorchFunctionMode):
         self._busy = False
         self._autocast: list[tuple[Any, ...]] = []
         self._regions: list[Region] = []
+        self._dtypes: dict[torch.dtype, fx.Node | None] = {}
         self._example: ExampleValues | None = None
         self._thread = threading.get_ident()
         self._chance = Chance()
@@ -102,7 +103,10 @@ class Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._busy or is_metadata(func):
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            if isinstance(output, torch.dtype) and self.is_opened():
+                self._dtype_read(args[0])
+            return output
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
         func = substitute(func, args)
@@ -407,6 +411,15 @@ class Trace(TorchFunctionMode):
             node.meta["ambient"] = ambient
         if self._regions:
             node.meta["checkpoint"] = tuple(self._regions)
+        if self._dtypes:
+            node.meta["dtypes"] = self._dtypes
+
+    def _dtype_read(self, tensor: torch.Tensor) -> None:
+        """Remember the tensor that opened code last read a dtype off; None for state."""
+        if id(tensor) in self._state_names:
+            self._dtypes = {**self._dtypes, tensor.dtype: None}
+        elif self.tape.knows(tensor):
+            self._dtypes = {**self._dtypes, tensor.dtype: self.tape.node_of(tensor)}
 
     # -- splits
 

@@ -1,0 +1,132 @@
+"""Dtypes that code reads off a tensor follow the model; those written down stay."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import Pipe, pipe_split, pipeline
+
+COMPUTE = torch.float32
+IDS = torch.arange(12).view(3, 4)
+DTYPES = [torch.bfloat16, torch.float16, torch.float64, torch.float32]
+
+
+class Net(nn.Module):
+    """Collects what its code makes, so that every dtype shows in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        x = self.a(self.embed(ids))
+        pipe_split()
+        return (self.b(x), *self.others(x))
+
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        return ()
+
+
+class OfParameter(Net):
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x.float().to(self.b.weight.dtype), torch.zeros(3, dtype=self.a.weight.dtype))
+
+
+class OfTensor(Net):
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        before = x.dtype
+        x = x.to(torch.float32).square()
+        return x.to(before), torch.ones(2, dtype=before), x
+
+
+class Literal(Net):
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        assert x.dtype.is_floating_point
+        return x.to(torch.float32), x.to(COMPUTE), torch.zeros(2, dtype=COMPUTE)
+
+
+class Limits(Net):
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        lowest = torch.finfo(x.dtype).min
+        mask = torch.tensor([[True, False], [False, False]])
+        masked = torch.zeros(2, 2, dtype=x.dtype).masked_fill(mask, lowest)
+        return masked, x + torch.finfo(x.dtype).eps, torch.full((2,), -1e4, dtype=x.dtype)
+
+
+class SentEarly(Net):
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.embed(ids)
+        mask = torch.full((4, 4), torch.finfo(hidden.dtype).min, dtype=hidden.dtype).triu(1)
+        x = self.a(hidden)
+        pipe_split()
+        scores = x @ x.transpose(1, 2) + mask
+        return (self.b(scores.softmax(-1) @ x),)
+
+
+class InTraining(Net):
+    def others(self, x: Tensor) -> tuple[Tensor, ...]:
+        noise = torch.ones(4, 8, dtype=x.dtype if self.training else torch.float32)
+        return (x * noise,)
+
+
+KINDS = [OfParameter, OfTensor, Literal, Limits, SentEarly, InTraining]
+
+
+def run(pipe: Pipe | nn.Module) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = pipe(IDS)
+    sum(tensor.sum().float() for tensor in found).backward()
+    return found
+
+
+def assert_same(kind: type[Net], change: Callable[[nn.Module], object], *, training: bool) -> None:
+    model = kind().train(training)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, (IDS,))
+    change(plain)
+    for stage in pipe.stages:
+        change(stage.module)
+
+    torch.testing.assert_close(run(pipe), run(plain), rtol=0, atol=0)
+
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_later_cast_is_that_of_the_model(
+    kind: type[Net], dtype: torch.dtype, training: bool
+) -> None:
+    assert_same(kind, lambda module: module.to(dtype), training=training)
+
+
+@pytest.mark.parametrize("kind", [OfParameter, OfTensor, Literal, Limits, SentEarly])
+def test_autocast_after_the_trace_is_that_of_the_model(kind: type[Net]) -> None:
+    model = kind()
+    pipe = pipeline(model, (IDS,))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(pipe(IDS), model(IDS), rtol=0, atol=0)
+
+
+def test_a_model_that_does_not_run_in_another_dtype_keeps_its_own() -> None:
+    class Strict(Net):
+        def others(self, x: Tensor) -> tuple[Tensor, ...]:
+            assert x.dtype is torch.float32
+            return (torch.ones(2, dtype=x.dtype),)
+
+    assert_same(Strict, lambda module: None, training=True)
+
+
+def test_the_model_keeps_its_dtypes() -> None:
+    model = OfTensor()
+
+    pipeline(model, (IDS,))
+
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -188,7 +188,11 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
 
     def traced(training: bool | None) -> _Traced:
         while True:
-            result = _trace_once(task, wishes, training)
+            try:
+                result = _trace_once(task, wishes, training)
+            except _MustOpenError as error:
+                task.opened.update(error.names)
+                continue
             if not result.wanted - task.opened:
                 _follow_dtypes(task, wishes, training, result.graph)
                 return result
@@ -245,6 +249,14 @@ def _joined(training: TracedGraph, evaluation: TracedGraph) -> TracedGraph:
     return dataclasses.replace(training, inputs=inputs)
 
 
+class _MustOpenError(Exception):
+    """The trace failed, and more modules must be opened anyway."""
+
+    def __init__(self, names: set[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Traced:
     graph: TracedGraph
@@ -281,10 +293,15 @@ def _trace_once(
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(watched_draws(trace.is_opened, trace.on_draw))
         stack.enter_context(mode)
-        with trace:
-            args, kwargs = _refill(task.call, named, fakes)
-            output = module(*args, **kwargs)
-        trace.finish(output)
+        try:
+            with trace:
+                args, kwargs = _refill(task.call, named, fakes)
+                output = module(*args, **kwargs)
+            trace.finish(output)
+        except TraceError:
+            if trace.wanted - opened:
+                raise _MustOpenError(trace.wanted) from None
+            raise
     if not trace.wanted - opened:
         _check_called(task.splits, trace.called)
     graph = _finished(task, trace, sizes, fakes, wishes)

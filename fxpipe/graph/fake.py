@@ -108,6 +108,8 @@ class Quiet:
 
     def on_autocast(self, region: Any, entering: bool) -> None: ...
 
+    def on_kept(self, module: nn.Module) -> None: ...
+
 
 def fake_mode() -> FakeTensorMode:
     """Make a fake mode with symbolic sizes that takes stray real tensors as they come."""

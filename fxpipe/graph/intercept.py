@@ -22,7 +22,15 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._functorch import apis
 
-__all__ = ["Seer", "intercepted", "patched", "run_forward", "user_hooks"]
+__all__ = [
+    "Seer",
+    "intercepted",
+    "observe",
+    "patched",
+    "run_forward",
+    "unobserved",
+    "user_hooks",
+]
 
 Call = Callable[..., Any]
 
@@ -43,6 +51,8 @@ class Seer(Protocol):
     def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
 
     def on_autocast(self, region: Any, entering: bool) -> None: ...
+
+    def on_kept(self, module: nn.Module) -> None: ...
 
 
 @contextmanager
@@ -87,7 +97,7 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         yield
 
 
-def run_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def run_forward(module: nn.Module, args: Any, kwargs: Any, seer: Seer | None = None) -> Any:
     """Run a module's forward with the hooks of libraries, without those of users."""
     original = getattr(module, "_orig_mod", None)
     if isinstance(original, nn.Module) and type(module).__name__ == "OptimizedModule":
@@ -104,8 +114,13 @@ def run_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = module.forward(*args, **kwargs)
+    is_unobserved = any(module is other for other in _unobserved)
     for key, hook in list(module._forward_hooks.items()):
-        if not _is_library_hook(hook):
+        if not _is_library_hook(hook) or (is_unobserved and _is_observer(hook)):
+            continue
+        if _is_observer(hook):
+            if seer is not None and _keeps(hook, module, args, result):
+                seer.on_kept(module)
             continue
         if key in module._forward_hooks_with_kwargs:
             changed = hook(module, args, kwargs, result)
@@ -114,6 +129,40 @@ def run_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if changed is not None:
             result = changed
     return result
+
+
+_unobserved: list[nn.Module] = []
+
+
+@contextmanager
+def unobserved(module: nn.Module) -> Iterator[None]:
+    """Hold back the hooks that only take note of what a module returns; see `observe`."""
+    _unobserved.append(module)
+    try:
+        yield
+    finally:
+        _unobserved.pop()
+
+
+def observe(module: nn.Module, args: Any, result: Any) -> None:
+    """Run the hooks that only take note of what a module returned."""
+    for hook in list(module._forward_hooks.values()):
+        if _is_observer(hook):
+            hook(module, args, result)
+
+
+def _keeps(hook: Any, module: nn.Module, args: Any, result: Any) -> bool:
+    """Run a hook and say whether it kept a tensor of the result."""
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    del parts
+    before = [sys.getrefcount(tensor) for tensor in tensors]
+    hook(module, args, result)
+    return any(sys.getrefcount(t) > count for t, count in zip(tensors, before, strict=True))
+
+
+def _is_observer(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def user_hooks(module: nn.Module) -> int:
@@ -165,7 +214,7 @@ def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
         if not here():
             return original(self, *args, **kwargs)
         if is_base:
-            return seer.on_module(self, lambda *a, **k: run_forward(self, a, k), args, kwargs)
+            return seer.on_module(self, lambda *a, **k: run_forward(self, a, k, seer), args, kwargs)
         return seer.on_module(self, functools.partial(original, self), args, kwargs)
 
     return call

@@ -37,6 +37,7 @@ from fxpipe.graph.checkpointing import Region
 from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
 from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
+from fxpipe.graph.intercept import observe, unobserved
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
@@ -72,8 +73,10 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._names: dict[int, list[str]] = {}
+        self._kinds: dict[type, list[str]] = {}
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
+            self._kinds.setdefault(type(part), []).append(name)
         self._state_names = _state_names(module)
         self._mode = mode
         self._sizes = sizes
@@ -212,6 +215,13 @@ class Trace(TorchFunctionMode):
         is_here = threading.get_ident() == self._thread
         return is_here and bool(self._stack) and not (self._leaf_stack or self._busy)
 
+    def on_kept(self, module: nn.Module) -> None:
+        """Open the leaf around a module whose output a hook of a library keeps for later."""
+        kinds = {type(part) for part in self._leaf_stack if part is not module}
+        for kind, names in self._kinds.items():
+            if kind in kinds:
+                self.wanted.update(names)
+
     def on_pipe_split(self) -> None:
         """Take note of a `pipe_split()` that ran."""
         if self._leaf_stack:
@@ -249,7 +259,8 @@ class Trace(TorchFunctionMode):
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._leaf_stack.append(module)
         try:
-            outcome = self._leaves.run(module, call, args, kwargs)
+            with unobserved(module):
+                outcome = self._leaves.run(module, call, args, kwargs)
         finally:
             self._leaf_stack.pop()
             self._chance.settle()
@@ -272,6 +283,7 @@ class Trace(TorchFunctionMode):
             self.tape.object_changed(part, holder, node)
         if outcome.is_likely:
             self._check_sizes(outcome.output)
+        observe(module, args, outcome.output)
         return outcome.output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:

@@ -105,7 +105,27 @@ def capture(
     try:
         return _capture_open(dataclasses.replace(task, follows_example=True), wishes)
     except Exception:
-        raise first from None
+        found = _explained(first, module)
+    raise found from found.__cause__
+
+
+def _explained(error: Exception, module: nn.Module) -> Exception:
+    """Say where an error of another kind arose; torch's own tracing errors become ours."""
+    if isinstance(error, FxpipeError):
+        return error
+    place = failing_frame(error)
+    where = f"\n  {place}\n    {place.source}" if place is not None else ""
+    text = (
+        f"{type(module).__name__} was captured on tensors without data{where}\n"
+        "if it runs with these inputs, keep this code inside a submodule that is not split"
+    )
+    if type(error).__module__.startswith("torch."):
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        made = TraceError(f"{lines[0]}\n{text}")
+        made.__cause__ = error
+        return made
+    error.add_note(text)
+    return error
 
 
 def _capture_open(task: _Task, wishes: Wishes) -> TracedGraph:

@@ -341,7 +341,7 @@ _OWN = {
 
 
 def _module_key(module: nn.Module) -> Hashable:
-    if any(_may_split(type(part)) for part in module.modules()):
+    if any(map(_may_split, {type(part) for part in module.modules()})):
         return id(module)
     return tuple((name, _one_module_key(part)) for name, part in module.named_modules())
 

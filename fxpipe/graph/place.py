@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "failing_frame", "user_frame"]
+__all__ = ["Place", "failing_frame", "is_users", "user_depth", "user_frame"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,10 +39,19 @@ def user_frame() -> Place:
     """Return the innermost line on the stack that is neither ours nor torch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return Place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return Place("<unknown>", 0)
+
+
+def user_depth() -> int:
+    """Return how many frames above the caller the user's code is, from 1, as for a warning."""
+    depth = 1
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def failing_frame(error: BaseException) -> Place | None:
@@ -50,11 +59,12 @@ def failing_frame(error: BaseException) -> Place | None:
     found: Place | None = None
     step = error.__traceback__
     while step is not None:
-        if _is_users(step.tb_frame.f_code.co_filename):
+        if is_users(step.tb_frame.f_code.co_filename):
             found = Place(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
     return found
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Say whether a file is neither ours nor torch's."""
     return not file.startswith((_OURS, _TORCH, "<"))

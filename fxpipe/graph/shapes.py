@@ -156,15 +156,39 @@ class Sizes:
             self._names[made] = symbol(name)
         return self._sizes[name]
 
-    def decided(self, value: Any) -> None:
-        """Remember that opened code looked at a symbolic number to decide something."""
+    def decided(self, value: Any, *, inside_leaf: bool = False) -> None:
+        """Remember that code looked at a symbolic number to decide something.
+
+        A leaf decides again in every run. Its decision matters if the sizes it returns
+        are known for one answer only; whether something is 0 or 1 never is that.
+        """
         expr = value.node.expr
         if not getattr(expr, "free_symbols", None):
+            return
+        if inside_leaf and not (isinstance(value, torch.SymBool) and self._is_open(expr)):
             return
         if isinstance(value, torch.SymBool):
             self._decisions[expr] = None
         else:
             self._decisions[sympy.Eq(expr, self._hint(expr))] = None
+
+    def _is_open(self, expr: Any) -> bool:
+        """Say whether a condition can have either answer for sizes from 2 on."""
+        larger = {
+            s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 2 for s in expr.free_symbols
+        }
+        found = plain(expr).subs(larger)
+        if isinstance(found, sympy.core.relational.Relational):
+            found = found.func(sympy.expand(found.lhs - found.rhs), 0)
+        return found not in (sympy.true, sympy.false)
+
+    def decisions(self) -> dict[sympy.Basic, None]:
+        """Return what was decided so far."""
+        return dict(self._decisions)
+
+    def forget(self, before: Mapping[sympy.Basic, None]) -> None:
+        """Go back to earlier decisions."""
+        self._decisions = dict(before)
 
     def _hint(self, expr: Any) -> Any:
         return self.env.replace(expr).xreplace(self.env.backed_var_to_val)

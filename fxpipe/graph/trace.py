@@ -12,6 +12,7 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ from fxpipe.graph.intercept import observe, unobserved
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.place import user_frame
+from fxpipe.graph.place import is_users, user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.statewrites import StateWatch
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
@@ -164,6 +165,8 @@ class Trace(TorchFunctionMode):
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
             self._sizes.decided(value)
+        elif self._leaf_stack and is_users(sys._getframe(2).f_code.co_filename):
+            self._sizes.decided(value, inside_leaf=True)
 
     def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._leaf_stack:
@@ -257,6 +260,7 @@ class Trace(TorchFunctionMode):
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         held = [self._argument(part) for part, _ in watched]
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        decided = self._sizes.decisions()
         self._leaf_stack.append(module)
         try:
             with unobserved(module):
@@ -264,6 +268,8 @@ class Trace(TorchFunctionMode):
         finally:
             self._leaf_stack.pop()
             self._chance.settle()
+        if outcome.is_likely:
+            self._sizes.forget(decided)  # of a run that failed
         changed = []
         for (part, before), holder in zip(watched, held, strict=True):
             if contents(part) != before:

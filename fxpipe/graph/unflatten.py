@@ -8,12 +8,17 @@ have exactly the keys of the model's.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
+from fxpipe.errors import SplitError
+from fxpipe.graph.intercept import user_hooks
 from fxpipe.graph.interface import Tied
+from fxpipe.graph.place import user_depth
 from fxpipe.graph.stagegraph import StageGraph
 
 __all__ = ["StageModule", "build_modules", "find_tied"]
@@ -49,7 +54,63 @@ def build_modules(module: nn.Module, stages: Sequence[StageGraph]) -> tuple[Stag
         _copy_flags(made, module)
         made.recompile()
         made.graph.owning_module = None
+    _keep_extra_state(module, built)
+    _warn_of_hooks(module, built)
     return tuple(built)
+
+
+def _keep_extra_state(module: nn.Module, stages: Sequence[StageModule]) -> None:
+    """Give the extra state of a module that was opened to the first stage with a part of it."""
+    for name, original in module.named_modules():
+        kind: Any = type(original)
+        if kind.get_extra_state is nn.Module.get_extra_state:
+            continue
+        found = [part for stage in stages if (part := _part(stage, name)) is not None]
+        if not found or original in found:
+            continue
+        if name:
+            found[0].__class__ = kind
+        else:
+            own: Any = type(found[0])  # fx makes a class for each graph module
+            own.get_extra_state, own.set_extra_state = kind.get_extra_state, kind.set_extra_state
+        usual = vars(nn.Module())
+        for key, value in vars(original).items():
+            if key not in usual:
+                vars(found[0]).setdefault(key, value)
+        try:
+            found[0].get_extra_state()
+        except Exception as error:
+            raise SplitError(
+                f"the extra state of {name or 'the model'} ({kind.__name__}) cannot be kept, as "
+                f"its parts are split: {error}\nput it into a submodule that is not split"
+            ) from error
+
+
+def _part(stage: nn.Module, name: str) -> nn.Module | None:
+    found: Any = stage
+    for word in name.split(".") if name else ():
+        found = found._modules.get(word) if found is not None else None
+    part: nn.Module | None = found
+    return part
+
+
+def _warn_of_hooks(module: nn.Module, stages: Sequence[StageModule]) -> None:
+    opened = {
+        name: original
+        for stage in stages
+        for name, part in stage.named_modules()
+        if (original := module.get_submodule(name)) is not part
+    }
+    hooked = [name or "the model itself" for name, part in opened.items() if user_hooks(part)]
+    machinery: Any = torch.nn.modules.module
+    if machinery._has_any_global_hook():
+        hooked = [name or "the model itself" for name in opened]
+    if hooked:
+        warnings.warn(
+            f"hooks do not fire for modules that are split: {', '.join(sorted(hooked))}\n"
+            "put them on modules inside, which are called as before",
+            stacklevel=user_depth(),
+        )
 
 
 def _copy_flags(stage: nn.Module, module: nn.Module) -> None:

@@ -25,8 +25,16 @@ from fxpipe.program import Placement
 
 __all__ = ["DEFAULT_HARDWARE", "REORDER_GAIN", "AutoSplit", "assign", "auto_split", "named_items"]
 
-DEFAULT_HARDWARE = replace(HARDWARE["H100"], name="H100 without overhead", overhead=0.0)
-"""What stages are balanced for if nothing is said: a roofline, the same for models of any size."""
+DEFAULT_HARDWARE = replace(
+    HARDWARE["H100"],
+    name="H100 without overhead",
+    overhead=0.0,
+    intra=replace(HARDWARE["H100"].intra, latency=0.0),
+)
+"""What stages are balanced for if nothing is said: a roofline, the same for models of any size.
+
+With a latency, the transfers of a small model would outweigh its work, and the work would
+end up on one stage."""
 
 REORDER_GAIN = 0.02
 """Stages follow the model's own order unless another one is better by this share."""
@@ -97,6 +105,12 @@ class AutoSplit:
         fused = self.hardware.overlaps_transfers
         costs = GraphCosts.of(traced, sizes, vary=(), fused_attention=fused)
         load = workload_of(costs, sizes, self.hardware, self.training)
+        if len(load.work.items) < self.num_stages:
+            raise SplitError(
+                f"cannot make {self.num_stages} stages: the captured graph has "
+                f"{len(load.work.items)} parts to spread\n"
+                "ask for fewer stages, or open every module with granularity='op'"
+            )
         pins = {i: s for name, s in self.pin.items() for i in named_items(costs, load, name)}
         together = tuple(
             tuple(sorted({i for name in group for i in named_items(costs, load, name)}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -161,15 +161,18 @@ def shortage_text(
             "too few parts, or pins and groups contradict the order of data"
         )
     closest = min(options, key=lambda option: (option.missing(limit), option.candidate))
-    lines = []
-    for rank, memory in enumerate(closest.prediction.memory):
-        if memory.total > limit:
+    lines, memories = [], closest.prediction.memory
+    short = sorted((r for r, m in enumerate(memories) if m.total > limit), key=_by_total(memories))
+    for rank, memory in enumerate(memories):
+        if rank in short[:4]:
             stages = closest.placement.stages_of(rank)
             names = [name for stage in stages for name in closest.modules[stage]]
             lines.append(
                 f"  rank {rank} ({_span(names)}) needs {bytes_text(memory.total)}, missing "
                 f"{bytes_text(memory.total - limit)}: {_parts(memory)}"
             )
+    if len(short) > 4:
+        lines.append(f"  and {len(short) - 4} more ranks, which lack less")
     worst = max(closest.prediction.memory, key=lambda memory: memory.total)
     state = worst.weights + worst.gradients + worst.optimizer
     advice = "smaller microbatches, or checkpointing"
@@ -180,6 +183,10 @@ def shortage_text(
         f"{num_candidates} candidates, {closest.candidate}:\n" + "\n".join(lines) + "\n"
         f"what would help: {advice}"
     )
+
+
+def _by_total(memories: Sequence[Memory]) -> Callable[[int], float]:
+    return lambda rank: -memories[rank].total
 
 
 def plan_html(plan: Plan) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,11 @@ from torch import nn
 from fxpipe.errors import FxpipeError, SplitError
 from fxpipe.graph.capture import TracedGraph, capture
 from fxpipe.graph.cut import Assignment, by_markers, cut
+from fxpipe.graph.describe import readable, table
 from fxpipe.graph.flow import UnknownSizeError
-from fxpipe.graph.inputs import InputSignature, InputSize
-from fxpipe.graph.interface import (
-    StageEdge,
-    StageInterface,
-    Tied,
-    check_interfaces,
-    edges_of,
-)
-from fxpipe.graph.leaves import ancestors, choose_opened, split_evenly
+from fxpipe.graph.info import PipeInfo
+from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interfaces, edges_of
+from fxpipe.graph.leaves import ancestors, choose_opened
 from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
 from fxpipe.graph.unflatten import StageModule, build_modules, find_tied
 
@@ -41,63 +35,6 @@ class Stage:
     index: int
     module: StageModule
     interface: StageInterface
-
-
-@dataclass(frozen=True, slots=True)
-class PipeInfo:
-    """Everything about a split model except its modules."""
-
-    interfaces: tuple[StageInterface, ...]
-    edges: tuple[StageEdge, ...]
-    tied: tuple[Tied, ...]
-    inputs: InputSignature
-    symbols: tuple[str, ...]
-    trace_autocast: bool
-    state_dtypes: tuple[frozenset[torch.dtype], ...]
-    opened: frozenset[str] = field(default=frozenset())
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.interfaces)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the model inputs that carry tensors."""
-        return self.inputs.names
-
-    @property
-    def input_sizes(self) -> tuple[InputSize, ...]:
-        """Each dimension of each input: dynamic, or static and why."""
-        return self.inputs.sizes
-
-    @property
-    def guards(self) -> tuple[Any, ...]:
-        """Conditions that the sizes of the inputs must satisfy."""
-        return self.inputs.conditions
-
-    @property
-    def hash(self) -> str:
-        """A hash that is equal on all ranks if and only if the plans are."""
-        lines = [str(interface) for interface in self.interfaces]
-        lines += [repr(tie.locations) for tie in self.tied]
-        lines += [repr(self.inputs.names), repr(self.symbols)]
-        return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
-
-    def name_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None, *, partial: bool = False
-    ) -> dict[str, Any]:
-        """Return the inputs of a call by the names of the model's forward."""
-        return self.inputs.name_inputs(args, kwargs, partial=partial)
-
-    def bind_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
-    ) -> dict[str, int]:
-        """Return the value of each size symbol for the given inputs.
-
-        Raises:
-            PipeliningShapeError: the inputs do not fit what was traced.
-        """
-        return self.inputs.bind(self.name_inputs(args, kwargs))
 
 
 class Pipe:
@@ -126,7 +63,11 @@ class Pipe:
             traced.autocast,
             tuple(_float_dtypes(made) for made in modules),
             traced.opened,
+            dict(assignment.stage_of),
+            tuple(graph.repeated for graph in graphs),
+            dict(traced.hints),
         )
+        self._name = type(traced.module).__name__
 
     @property
     def num_stages(self) -> int:
@@ -167,6 +108,16 @@ class Pipe:
         from fxpipe.stage import build_stage
 
         return build_stage(self.get_stage_module(stage), stage, self.info(), device, group)
+
+    def print_readable(self) -> str:
+        """Print the code of every stage with its interface; returns the text."""
+        text = readable([(stage.module, stage.interface) for stage in self.stages])
+        sys.stdout.write(text)
+        return text
+
+    def __str__(self) -> str:
+        """A table: what each stage holds, receives and sends."""
+        return table(self._name, [stage.module for stage in self.stages], self._info)
 
     def draw(self, path: str | PathLike[str], **options: Any) -> Path:
         """Write a picture of the stages; see `fxpipe.viz.draw_pipe`."""
@@ -226,28 +177,18 @@ def pipeline(
         SplitError: the request does not fit the model.
         TraceError: code that had to be opened cannot be captured.
     """
-    if split_spec is not None and split_policy is not None:
-        raise SplitError("give either split_spec or split_policy, not both")
+    _check_one_way(split_spec, split_policy, num_stages)
     spec = dict(split_spec) if split_spec is not None else annotations_of(module)
     check_split_spec(module, spec)
-    opened = {""} | ancestors(spec)
-    if granularity == "op":
-        opened = {name for name, _ in module.named_modules(remove_duplicate=False)}
-    elif num_stages is not None:
-        opened |= choose_opened(module, num_stages)
+    policy = _policy(split_policy, num_stages)
+    opened = _opened(module, spec, policy, granularity)
 
     def split(follows_example: bool) -> Pipe:
         traced = capture(
             module, mb_args, mb_kwargs, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
             follows_example=follows_example,
         )  # fmt: skip
-        if split_policy is not None:
-            assignment = split_policy(traced)
-        elif num_stages is not None:
-            assignment = split_evenly(traced, num_stages)
-        else:
-            assignment = by_markers(traced)
-        return Pipe(traced, assignment)
+        return Pipe(traced, policy(traced))
 
     try:
         return split(follows_example=False)
@@ -257,6 +198,42 @@ def pipeline(
         return split(follows_example=True)
     except FxpipeError:
         raise unknown from None
+
+
+def _check_one_way(spec: Any, policy: Any, num_stages: int | None) -> None:
+    given = {"split_spec": spec, "split_policy": policy, "num_stages": num_stages}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise SplitError(
+            f"{' and '.join(names)} are both given, but each alone says where to split; give one"
+            + ("\na policy is told its number of stages itself: auto_split(4)" if policy else "")
+        )
+    if num_stages is not None and (not isinstance(num_stages, int) or num_stages < 1):
+        raise SplitError(f"num_stages must be a whole number from 1 on, got {num_stages!r}")
+
+
+def _policy(policy: Policy | None, num_stages: int | None) -> Policy:
+    if policy is not None:
+        return policy
+    if num_stages is not None:
+        from fxpipe.planner.auto_split import auto_split
+
+        return auto_split(num_stages)
+    return by_markers
+
+
+def _opened(
+    module: nn.Module, spec: Mapping[str, SplitPoint], policy: Policy, granularity: str
+) -> set[str]:
+    """The modules that cuts may fall into."""
+    if granularity not in ("module", "op"):
+        raise SplitError(f"granularity must be 'module' or 'op', got {granularity!r}")
+    if granularity == "op":
+        return {name for name, _ in module.named_modules(remove_duplicate=False)}
+    opened = {""} | ancestors(spec)
+    opened |= getattr(policy, "opened", frozenset())
+    wanted = getattr(policy, "num_stages", None)
+    return opened | choose_opened(module, wanted) if isinstance(wanted, int) else opened
 
 
 def _state_of(module: nn.Module) -> tuple[str, ...]:

@@ -144,18 +144,19 @@ class GroupControl:
         self._timeout = timeout
         self._group = _side_group(group)
         self._direct: Transport | None = None
+        self._step = 0
+        self._fault: Fault | None = None
+        self._watch = _Watch(self)
         # Kept, since gloo's threads may hold on to them a little longer than a call.
         self._mine = torch.zeros(WIDTH, dtype=torch.int64)
         self._parts = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(self.size)]
         self._store = dist.distributed_c10d._get_default_store()
         name = self._group.group_name
         _COUNTS[name] = _COUNTS.get(name, 0) + 1
+        self._prefix = f"fxpipe/{name}/start"
         # Ranks may have made different numbers of schedules: take rank 0's number.
         first = self.exchange([_COUNTS[name]])[0][0]
         self._prefix = f"fxpipe/{name}/{first}"
-        self._step = 0
-        self._fault: Fault | None = None
-        self._watch = _Watch(self)
 
     @property
     def fault(self) -> Fault | None:

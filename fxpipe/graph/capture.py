@@ -34,6 +34,7 @@ from fxpipe.graph.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.markers import SplitPoint, listening
+from fxpipe.graph.messages import a_value_decides
 from fxpipe.graph.modes import merge_modes
 from fxpipe.graph.place import failing_frame
 from fxpipe.graph.preserve import preserved
@@ -139,7 +140,7 @@ def _capture_open(task: _Task, wishes: Wishes) -> TracedGraph:
         except FxpipeError:
             raise
         except DATA_DEPENDENT as error:
-            raise ValueDecidesError(_decided(error)) from error
+            raise ValueDecidesError(a_value_decides("the model", failing_frame(error))) from error
         except Exception as error:
             failure = error
             attempt = attempt.fewer(_why(error))
@@ -171,17 +172,6 @@ def _capture_fixed(task: _Task, wishes: Wishes, failure: Exception) -> TracedGra
         return _capture(task, wishes.fixed(_why(failure)))
     except Exception:
         raise failure from None
-
-
-def _decided(error: Exception) -> str:
-    place = failing_frame(error)
-    where = f"\n  {place}\n    {place.source}" if place is not None else ""
-    return (
-        f"the value of a tensor decides what the model does next, so it cannot be captured as "
-        f"a graph here{where}\n"
-        "keep this code inside a submodule that is not split (fxpipe leaves those as they "
-        "are), move the split, or compute the decision from sizes or constants"
-    )
 
 
 def _why(error: Exception) -> str:

@@ -11,7 +11,6 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,21 +31,23 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.agreed import Agreed, AgreedSizes
-from fxpipe.graph.calls import Ambient, Applied, Refusal, given
+from fxpipe.graph.calls import Applied, Refusal, given
 from fxpipe.graph.chance import Chance
-from fxpipe.graph.checkpointing import Region
 from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
-from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples
+from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples, with_holder
 from fxpipe.graph.intercept import observe, unobserved
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.messages import a_draw, a_value_decides, an_unknown_tensor
+from fxpipe.graph.names import Names
 from fxpipe.graph.place import is_users, user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.statewrites import StateWatch
 from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
 from fxpipe.graph.substitutes import substitute
+from fxpipe.graph.surroundings import Surroundings
 from fxpipe.graph.tape import Tape, UnknownTensorError
 from fxpipe.graph.values import ExampleValues, NoValueError, has_unbacked
 
@@ -73,12 +74,7 @@ class Trace(TorchFunctionMode):
         splits: Mapping[str, SplitPoint],
     ) -> None:
         super().__init__()
-        self._names: dict[int, list[str]] = {}
-        self._kinds: dict[type, list[str]] = {}
-        for name, part in module.named_modules(remove_duplicate=False):
-            self._names.setdefault(id(part), []).append(name)
-            self._kinds.setdefault(type(part), []).append(name)
-        self._state_names = _state_names(module)
+        self._names = Names(module)
         self._mode = mode
         self._sizes = sizes
         self._state = state
@@ -89,9 +85,7 @@ class Trace(TorchFunctionMode):
         self._stack: list[nn.Module] = []
         self._leaf_stack: list[nn.Module] = []
         self._busy = False
-        self._autocast: list[tuple[Any, ...]] = []
-        self._regions: list[Region] = []
-        self._dtypes: dict[torch.dtype, fx.Node | None] = {}
+        self._surroundings = Surroundings()
         self._example: ExampleValues | None = None
         self._thread = threading.get_ident()
         self._chance = Chance()
@@ -185,29 +179,16 @@ class Trace(TorchFunctionMode):
     def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None:
         if self._leaf_stack or self._busy:
             return
-        if entering:
-            self._regions.append(Region(options))
-        else:
-            self._regions.pop()
+        self._surroundings.checkpoint(options, entering)
 
     def on_autocast(self, region: Any, entering: bool) -> None:
         if self._leaf_stack or self._busy:
             return
-        if entering:
-            cache = getattr(region, "_cache_enabled", None)
-            self._autocast.append((region.device, region.fast_dtype, region._enabled, cache))
-        elif self._autocast:
-            self._autocast.pop()
+        self._surroundings.autocast(region, entering)
 
     def on_draw(self) -> None:
         """Take note that opened code uses a random number that is not torch's."""
-        place = user_frame()
-        self.refuse(
-            "code that is split draws a random number from Python or numpy, which would be the "
-            f"same in every run of a stage\n  at or before {place}\n    {place.source}\n"
-            "use torch.rand, keep this code inside a submodule that is not split, or turn it off "
-            "(a rate of zero is fine)"
-        )
+        self.refuse(a_draw(user_frame()))
 
     def refuse(self, message: str) -> None:
         """Have the graph refuse to run in the mode that is traced."""
@@ -221,9 +202,7 @@ class Trace(TorchFunctionMode):
     def on_kept(self, module: nn.Module) -> None:
         """Open the leaf around a module whose output a hook of a library keeps for later."""
         kinds = {type(part) for part in self._leaf_stack if part is not module}
-        for kind, names in self._kinds.items():
-            if kind in kinds:
-                self.wanted.update(names)
+        self.wanted.update(self._names.of_kinds(kinds))
 
     def on_pipe_split(self) -> None:
         """Take note of a `pipe_split()` that ran."""
@@ -275,8 +254,8 @@ class Trace(TorchFunctionMode):
             if contents(part) != before:
                 if not isinstance(holder, fx.Node):
                     holder = self.tape.write("call_function", given, (holder,), {})
-                    node_args = _with_holder(args, node_args, part, holder)
-                    node_kwargs = _with_holder(kwargs, node_kwargs, part, holder)
+                    node_args = with_holder(args, node_args, part, holder)
+                    node_kwargs = with_holder(kwargs, node_kwargs, part, holder)
                 changed.append((part, holder))
         node = self.tape.write("call_module", name, node_args, node_kwargs)
         if outcome.wrote:
@@ -415,29 +394,18 @@ class Trace(TorchFunctionMode):
         try:
             yield
         except UnknownTensorError:
-            raise TraceError(
-                f"a tensor used at {user_frame()} was made by code that fxpipe cannot see\n"
-                "move that code into a submodule that is not split, or register the tensor as a "
-                "buffer"
-            ) from None
+            raise TraceError(an_unknown_tensor(user_frame())) from None
 
     def _decorate(self, node: fx.Node) -> None:
         node.meta["owner"] = self._name_of(self._stack[-1]) if self._stack else ""
         node.meta["where"] = user_frame()
-        ambient = Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
-        if ambient != Ambient():
-            node.meta["ambient"] = ambient
-        if self._regions:
-            node.meta["checkpoint"] = tuple(self._regions)
-        if self._dtypes:
-            node.meta["dtypes"] = self._dtypes
+        self._surroundings.mark(node)
 
     def _dtype_read(self, tensor: torch.Tensor) -> None:
-        """Remember the tensor that opened code last read a dtype off; None for state."""
-        if id(tensor) in self._state_names:
-            self._dtypes = {**self._dtypes, tensor.dtype: None}
+        if self._names.is_state(tensor):
+            self._surroundings.dtype_read(tensor.dtype, None)
         elif self.tape.knows(tensor):
-            self._dtypes = {**self._dtypes, tensor.dtype: self.tape.node_of(tensor)}
+            self._surroundings.dtype_read(tensor.dtype, self.tape.node_of(tensor))
 
     # -- splits
 
@@ -467,57 +435,14 @@ class Trace(TorchFunctionMode):
     # -- names
 
     def _name_of(self, module: nn.Module) -> str | None:
-        names = self._names.get(id(module))
-        if not names:
-            return None
-        if len(names) > 1 and self._stack:
-            inside = self._names.get(id(self._stack[-1]), [""])[0]
-            for name in names:
-                if name.startswith(f"{inside}."):
-                    return name
-        return names[0]
+        return self._names.of(module, self._inside())
 
     def _name_of_state(self, tensor: torch.Tensor) -> str | None:
-        names = self._state_names.get(id(tensor))
-        if not names:
-            return None
-        owner = self._name_of(self._stack[-1]) if self._stack else ""
-        for name in names:
-            if name.rpartition(".")[0] == owner:
-                return name
-        return names[0]
+        return self._names.of_state(tensor, self._inside())
+
+    def _inside(self) -> nn.Module | None:
+        return self._stack[-1] if self._stack else None
 
     def _data_dependent(self, func: Any) -> str:
-        place = user_frame()
         module = type(self._stack[-1]).__name__ if self._stack else "the model"
-        return (
-            f"the value of a tensor decides what {module} does next, so it cannot be captured as "
-            f"a graph here\n  {place}\n    {place.source}\n"
-            "keep this code inside a submodule that is not split (fxpipe leaves those as they "
-            "are), move the split, or compute the decision from sizes or constants"
-        )
-
-
-def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:
-    """Return a graph argument in which one list or dict of the value is a node of its own."""
-    if value is part:
-        return holder
-    if type(value) in (tuple, list) and not isinstance(argument, fx.Node):
-        return type(value)(map(_with_holder, value, argument, *_repeated(part, holder)))
-    if type(value) is dict and not isinstance(argument, fx.Node):
-        return {key: _with_holder(value[key], argument[key], part, holder) for key in value}
-    return argument
-
-
-def _repeated(*values: Any) -> list[Iterator[Any]]:
-    return [itertools.repeat(value) for value in values]
-
-
-def _state_names(module: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), []).append(name)
-    return names
+        return a_value_decides(module, user_frame())

@@ -23,8 +23,8 @@ def test_trains_beside_the_plain_model_and_draws(
     rows = [line.split() for line in text.splitlines() if line[:5].strip().isdigit()]
     assert [row[0] for row in rows] == ["0", "1", "2"]
     for _, loss, plain, difference in rows:
-        assert float(loss) == pytest.approx(float(plain), abs=1e-4)
-        assert float(difference) < 1e-4
+        assert float(loss) == pytest.approx(float(plain), abs=1e-8)
+        assert float(difference) < 1e-8
     assert "blocks.0 … blocks.1 (2 × Block)" in text
     assert "rank 1 |" in text
     for name in PICTURES:
@@ -50,7 +50,7 @@ def test_other_gradients_are_a_failure() -> None:
         demo.check_difference(2e-3)
     with pytest.raises(FxpipeError, match=r"differ from the plain model's by nan"):
         demo.check_difference(float("nan"))
-    demo.check_difference(1e-7)
+    demo.check_difference(1e-10)
 
 
 def test_the_model_is_given_numbers_in_order() -> None:

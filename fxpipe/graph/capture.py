@@ -139,10 +139,10 @@ def _capture_open(task: _Task, wishes: Wishes) -> TracedGraph:
             found = _capture(task, attempt)
         except FxpipeError:
             raise
-        except DATA_DEPENDENT as error:
-            raise ValueDecidesError(a_value_decides("the model", failing_frame(error))) from error
         except Exception as error:
             failure = error
+            if isinstance(error, DATA_DEPENDENT):
+                failure = ValueDecidesError(a_value_decides("the model", failing_frame(error)))
             attempt = attempt.fewer(_why(error))
             continue
         # With all sizes open a model may insist on the batch; alone it may be free.

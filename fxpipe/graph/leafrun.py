@@ -111,9 +111,10 @@ class LeafRuns:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         try:
-            found = self._run_sized(module, call, args, kwargs) or self._run_as_is(
-                call, args, kwargs
-            )
+            found = self._run_sized(module, call, args, kwargs)
+            if found is None:
+                with preserved(module):
+                    found = self._run_as_is(call, args, kwargs)
             if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
                 return found
         except Exception as error:
@@ -133,7 +134,7 @@ class LeafRuns:
             with contextlib.suppress(Exception):
                 expected = self.example.shapes(call, args, kwargs, module)
         try:
-            with Left(self._mode), self._state.real():
+            with Left(self._mode), self._state.real(), preserved(module):
                 output = run_real(self._mode, module, call, args, kwargs, failure)
             if expected is None or expected == self._shapes_at_hints(output):
                 return output

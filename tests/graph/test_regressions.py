@@ -79,7 +79,7 @@ def test_an_unknown_name_comes_with_the_closest_ones() -> None:
 
 
 def test_spec_and_policy_together_are_refused() -> None:
-    with pytest.raises(SplitError, match="not both"):
+    with pytest.raises(SplitError, match="both given"):
         pipeline(Layers(), (X,), None, {"layers.2": SplitPoint.END}, lambda traced: traced)  # type: ignore[arg-type,return-value]
 
 

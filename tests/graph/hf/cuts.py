@@ -3,9 +3,9 @@
 In:  any model and inputs it runs on.
 Out: names of modules to cut in front of, evenly spread over the blocks.
 
-A block is a direct child of a ModuleList or Sequential that runs exactly once. The
-outermost blocks are used as long as there are enough of them, otherwise those
-inside.
+A block is a direct child of a ModuleList or Sequential that runs exactly once, in
+training and in evaluation. The outermost blocks are used as long as there are enough
+of them, otherwise those inside.
 """
 
 import copy
@@ -47,28 +47,32 @@ def _is_outermost(name: str, names: list[str]) -> bool:
 
 
 def _calls(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """Blocks that run exactly once, in running order."""
+    """Blocks that run exactly once, in training and in evaluation, in running order."""
     candidates = {
         f"{parent}.{child}" if parent else child: block
         for parent, holder in model.named_modules()
         if isinstance(holder, nn.ModuleList | nn.Sequential)
         for child, block in holder.named_children()
     }
-    counts: dict[str, int] = {}
+    counts: dict[str, list[bool]] = {}
     handles = []
     for name, block in candidates.items():
 
         def count(*_: Any, name: str = name) -> None:
-            counts[name] = counts.get(name, 0) + 1
+            counts.setdefault(name, []).append(model.training)
 
         handles.append(block.register_forward_pre_hook(count))
     state = copy.deepcopy(dict(model.named_buffers()))
+    mode = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            model(**copy.deepcopy(dict(kwargs)))
+        for training in (True, False):
+            model.train(training)
+            with torch.no_grad(), torch.random.fork_rng():
+                model(**copy.deepcopy(dict(kwargs)))
     finally:
+        model.train(mode)
         for handle in handles:
             handle.remove()
         for key, value in model.named_buffers():
             value.copy_(state[key])
-    return [name for name, number in counts.items() if number == 1]
+    return [name for name, modes in counts.items() if modes == [True, False]]

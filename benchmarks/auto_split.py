@@ -20,18 +20,33 @@ from torch import nn
 
 import models
 from fxpipe.graph.capture import TracedGraph, capture
-from fxpipe.graph.leaves import choose_opened, split_evenly
+from fxpipe.graph.leaves import choose_opened
 from fxpipe.planner.auto_split import DEFAULT_HARDWARE, auto_split
 from fxpipe.planner.cost import GraphCosts
+from fxpipe.planner.partition import partition
 from fxpipe.planner.stage_numbers import numbers_of
+from fxpipe.planner.work import Work
 from fxpipe.planner.workload import Training, Workload, workload_of
 
-__all__ = ["LARGE", "balance", "equal_layers", "large_model", "main"]
+__all__ = ["LARGE", "balance", "equal_layers", "equal_parameters", "main"]
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-def equal_layers(traced: TracedGraph, costs: GraphCosts, num_stages: int) -> dict[str, int]:
+def equal_parameters(costs: GraphCosts, num_stages: int) -> dict[str, int]:
+    """The heaviest stage has as few parameters as possible."""
+    heavy = [node for node in costs.nodes if node.parameters]
+    weights = [sum(costs.parameters[name].numel for name in node.parameters) for node in heavy]
+    found = partition(Work.chain(weights), num_stages).stage_of
+    stage, stage_of = 0, {}
+    begins = {node.name: found[index] for index, node in enumerate(heavy)}
+    for node in costs.nodes:
+        stage = begins.get(node.name, stage)
+        stage_of[node.name] = stage
+    return stage_of
+
+
+def equal_layers(costs: GraphCosts, num_stages: int) -> dict[str, int]:
     """As many blocks in each stage as in any other; what is between goes with the block before."""
     blocks = [node.name for node in costs.nodes if node.is_block and node.parameters]
     if len(blocks) < num_stages:
@@ -53,8 +68,8 @@ def balance(traced: TracedGraph, num_stages: int) -> dict[str, float]:
     load = workload_of(costs, sizes, DEFAULT_HARDWARE, Training())
     ways: dict[str, Mapping[str, int]] = {
         "cost": auto_split(num_stages)(traced).stage_of,
-        "layers": equal_layers(traced, costs, num_stages),
-        "parameters": split_evenly(traced, num_stages).stage_of,
+        "layers": equal_layers(costs, num_stages),
+        "parameters": equal_parameters(costs, num_stages),
     }
     return {name: _slowest(costs, load, found, num_stages, sizes) for name, found in ways.items()}
 
@@ -127,10 +142,6 @@ LARGE: Mapping[str, Callable[[], Example]] = {
     "BERT large": _bert,
     "ViT large": _vit,
 }  # fmt: skip
-
-
-def large_model(name: str) -> Example:
-    return LARGE[name]()
 
 
 def _small(name: str) -> Example:

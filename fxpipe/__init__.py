@@ -11,6 +11,9 @@ the migration, and a few more:
     schedule.step(x, target=y)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fxpipe.errors import (
     FxpipeError,
     InputError,
@@ -55,12 +58,47 @@ from fxpipe.schedules import (
 )
 from fxpipe.stage import PipelineStage, build_stage
 
+if TYPE_CHECKING:
+    from fxpipe.planner.auto_split import auto_split
+    from fxpipe.planner.hardware import Hardware
+    from fxpipe.planner.improve import improve
+    from fxpipe.planner.measured import Profile
+    from fxpipe.planner.partition import partition
+    from fxpipe.planner.plan import Plan, plan
+    from fxpipe.planner.profile import profile
+
 __version__ = "0.1.0"
 
 configure_from_environment()
 
+# Names of the planner, which is loaded when one of them is first used.
+_PLANNER = {
+    "Hardware": "hardware",
+    "Plan": "plan",
+    "Profile": "measured",
+    "auto_split": "auto_split",
+    "improve": "improve",
+    "partition": "partition",
+    "plan": "plan",
+    "profile": "profile",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLANNER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"fxpipe.planner.{_PLANNER[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLANNER})
+
+
 __all__ = [
     "FxpipeError",
+    "Hardware",
     "InputError",
     "LocalGroup",
     "Microbatches",
@@ -70,7 +108,9 @@ __all__ = [
     "PipelineScheduleSingle",
     "PipelineStage",
     "PipeliningShapeError",
+    "Plan",
     "PlanError",
+    "Profile",
     "RemoteStageError",
     "Replicate",
     "Schedule1F1B",
@@ -93,14 +133,19 @@ __all__ = [
     "TensorChunkSpec",
     "TraceError",
     "__version__",
+    "auto_split",
     "aux_loss",
     "build_stage",
     "collect_aux_losses",
     "get_schedule_class",
+    "improve",
     "load_checkpoint",
     "merge_chunks",
+    "partition",
     "pipe_split",
     "pipeline",
+    "plan",
+    "profile",
     "save_checkpoint",
     "split_args_kwargs_into_chunks",
 ]

@@ -1,0 +1,230 @@
+"""Predicted against measured step times, on two gloo processes.
+
+    python -m benchmarks.plan_accuracy [--rounds 5]
+
+In each round both processes profile the model's parts at the same time and run one step of
+every option of the plan, so that a change of the machine's load meets all alike. A step takes as
+long as on its slower rank; times are the least over the rounds. Printed: the error of each
+prediction, the median error, and how far the first choice by the measured parts is from the
+best measured option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+import models
+from fxpipe.planner.measured import Measured, Profile
+from fxpipe.planner.plan import Plan, plan
+from fxpipe.planner.profile import profile
+from fxpipe.planner.search import Pricing, Search
+from fxpipe.planner.workload import Training
+from fxpipe.program import Link
+from fxpipe.runtime.links import measure_link
+
+__all__ = ["main"]
+
+MICROBATCH, COUNT = 2, 4
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {"layers": 8, "width": 192, "heads": 4, "length": 64, "vocab": 512},
+    "llama": {"layers": 8, "width": 192, "feed": 512, "heads": 4, "vocab": 512},
+    "vit": {"layers": 8, "width": 192, "image": 32},
+}
+LENGTH = {"gpt": {"length": 64}, "llama": {"length": 64}, "vit": {"image": 32}}
+
+
+def _example(name: str, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    found: tuple[tuple[Any, ...], dict[str, Any]] = models.load(name).example_inputs(
+        rows, **LENGTH.get(name, {})
+    )
+    return found
+
+
+def _build(name: str) -> nn.Module:
+    built: nn.Module = models.load(name).build(**CASES[name])
+    return built
+
+
+def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def _shared(own: list[Profile], link: Link) -> Profile:
+    """The least that a process measured in any round, while both were busy."""
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, [found.to_json() for found in own])
+    every = [Profile.from_json(text) for texts in gathered for text in texts]
+
+    def least(node: str, size: int) -> Measured:
+        found = [p.parts[node][size] for p in every]
+        return Measured(
+            min(m.forward for m in found),
+            min(m.backward_input for m in found),
+            min(m.backward_input + m.backward_weight for m in found)
+            - min(m.backward_input for m in found),
+        )
+
+    first = every[0]
+    parts = {
+        node: {size: least(node, size) for size in found} for node, found in first.parts.items()
+    }
+    return Profile(first.fingerprint, first.device, first.opened, parts, link)
+
+
+def _options(name: str, model: nn.Module) -> Plan:
+    """All schedules, with the model cut by estimated costs."""
+    args, kwargs = _example(name, MICROBATCH)
+    return plan(
+        model,
+        args,
+        "cpu core",
+        2,
+        MICROBATCH * COUNT,
+        64e9,
+        example_kwargs=kwargs,
+        microbatch_sizes=(MICROBATCH,),
+        data_parallel=1,
+        stages_per_rank=(1, 2),
+        checkpointing="none",
+        optimizer="none",
+    )
+
+
+def _predicted(found: Plan, index: int, measured: Profile) -> float:
+    """The time of an option with the measured times of its parts."""
+    option, subject = found.options[index], found.subject
+    assert subject is not None
+    stage_of = {name: stage for stage, names in enumerate(option.nodes) for name in names}
+    pricing = Pricing(
+        subject.costs,
+        subject.sizes,
+        # Transfers are posted ahead and go on beside compute.
+        replace(measured.hardware("cpu core"), overlaps_transfers=True),
+        Training("none"),
+        64e9,
+        stage_of,
+        reprice=measured.reprice(subject),
+    )
+    return Search(pricing).price(option.candidate).prediction.makespan
+
+
+def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
+    model = _build(name)
+    found = _options(name, model)
+    example = _example(name, MICROBATCH)
+    args, kwargs = _example(name, MICROBATCH * COUNT)
+    target = torch.zeros(MICROBATCH * COUNT)
+    runs = [
+        found.build(choice=choice, loss_fn=_loss).schedule for choice in range(len(found.options))
+    ]
+    profiles, taken, links = [], [[] for _ in runs], []
+    for turn in range(rounds + 1):
+        dist.barrier()
+        links.append(measure_link(repeats=5))
+        profiles.append(
+            profile(
+                model, example[0], example_kwargs=example[1], batch_sizes=(MICROBATCH,),
+                repeats=5, cache=False,
+            )
+        )  # fmt: skip
+        for times, run in zip(taken, runs, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            run.step(*args, target=target, return_outputs=False, **kwargs)
+            seconds = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if turn:
+                times.append(seconds.item())
+    latency = min(link.latency for link in links)
+    link = Link(latency, statistics.median(link.bytes_per_time for link in links))
+    measured = _shared(profiles[1:], link)
+    return [
+        {
+            "model": name,
+            "latency": link.latency,
+            "option": str(found.options[choice].candidate),
+            "predicted": _predicted(found, choice, measured),
+            "measured": min(times),
+        }
+        for choice, times in enumerate(taken)
+    ]
+
+
+def _serve(rank: int, port: int, names: Sequence[str], rounds: int, answers: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=300),
+    )
+    rows = [row for name in names for row in _measure(name, rounds)]
+    if rank == 0:
+        answers.put(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
+    options = parser.parse_args(argv)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(
+            target=_serve, args=(rank, port, options.models, options.rounds, answers), daemon=True
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        rows = json.loads(answers.get(timeout=900))
+    finally:
+        for process in processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+    _print(rows)
+    return 0
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    errors = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == name]
+        print(f"\n{name}: predicted ms, measured ms, error")
+        for row in own:
+            error = row["predicted"] / row["measured"] - 1
+            errors.append(abs(error))
+            print(
+                f"  {1e3 * row['predicted']:8.1f} {1e3 * row['measured']:8.1f} {error:+7.1%}"
+                f"  {row['option']}"
+            )
+        best = min(row["measured"] for row in own)
+        first = min(own, key=lambda row: row["predicted"])["measured"]
+        print(f"  first choice: {first / best - 1:.1%} above the best measured")
+    print(f"\nlatency {1e6 * rows[0]['latency']:.0f} us")
+    print(f"median error {statistics.median(errors):.1%} over {len(errors)} options")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -134,11 +134,14 @@ class _Merge:
         if pair in self._choices:
             return self._choices[pair]
         # Choose as soon as both are known: a cut may come before the first use.
-        place = (
-            self._graph.inserting_after(last_part(max(pair)))
-            if pair is not None
-            else contextlib.nullcontext()
-        )
+        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if pair is not None:
+            last = last_part(max(pair))
+            # A part of one of them may be what is written now.
+            before = last is node or node < last
+            place = (
+                self._graph.inserting_before(node) if before else self._graph.inserting_after(last)
+            )
         with place:
             chosen: Any = (flag, ours, theirs)
             made = self._graph.create_node("call_function", choose, chosen, {})

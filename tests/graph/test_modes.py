@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpipe import pipe_split, pipeline
+from tests.parity import assert_parity
 
 X = torch.randn(4, 8)
 
@@ -145,3 +146,39 @@ def test_stages_read_the_flag_of_the_module_whose_code_it_was() -> None:
     model.eval()
 
     torch.testing.assert_close(pipe(X), model(X))
+
+
+class PairByMode(nn.Module):
+    """Both modes take parts of a pair, which another module makes in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.noisy, self.calm = Pair(), Pair()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.noisy(x) if self.training else self.calm(x)
+        pipe_split()
+        return self.last(left) + right
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_parts_of_a_value_that_each_mode_makes_its_own_way(training: bool) -> None:
+    # The choice between the two was written behind the parts that are taken of it.
+    model = PairByMode().train(training)
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 4)
+
+    pipe = pipeline(model, (x,))
+
+    assert_parity(plain, pipe, (x,))

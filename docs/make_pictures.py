@@ -8,37 +8,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.graph.markers import SplitPoint
-from fxpipe.graph.pipe import Pipe, pipeline
+from fxpipe.graph.pipe import pipeline
 from fxpipe.program import simulate
 from fxpipe.program.generators import SCHEDULES
-from fxpipe.viz import draw_pipe, draw_timeline
+from fxpipe.viz import draw_timeline
 from fxpipe.viz.timeline import program_title
 
 FOLDER = Path(__file__).parent / "pictures"
 TITLES = {"gpt": "GPT", "unet": "U-Net", "encoder_decoder": "Encoder and decoder"}
 NUM_RANKS, NUM_MICROBATCHES = 4, 8
-
-
-def forward_flops(pipe: Pipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The operations of each stage's forward."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        totals = [0]
-        hooks = [
-            stage.module.register_forward_hook(lambda *_: totals.append(counter.get_total_flops()))
-            for stage in pipe.stages
-        ]
-        pipe(*args, **kwargs)
-    for hook in hooks:
-        hook.remove()
-    return [after - before for before, after in pairwise(totals)]
 
 
 def draw_model(name: str) -> Path:
@@ -47,13 +30,8 @@ def draw_model(name: str) -> Path:
     args, kwargs = module.example_inputs(2)
     splits = dict.fromkeys(module.SPLIT[4], SplitPoint.BEGINNING)
     pipe = pipeline(module.build(), args, kwargs, split_spec=splits)
-    return draw_pipe(
-        pipe,
-        FOLDER / f"{name.replace('_', '-')}.svg",
-        title=f"{TITLES[name]}, 4 stages",
-        flops=forward_flops(pipe, args, kwargs),
-        sizes=pipe.bind_inputs(args, kwargs),
-    )
+    path = FOLDER / f"{name.replace('_', '-')}.svg"
+    return pipe.draw(path, title=f"{TITLES[name]}, 4 stages")
 
 
 def draw_llama() -> Path:
@@ -74,12 +52,7 @@ def draw_llama() -> Path:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
         ids = torch.zeros(2, 4096, dtype=torch.long)
     pipe = pipeline(model, (), {"input_ids": ids}, num_stages=32)
-    return draw_pipe(
-        pipe,
-        FOLDER / "llama-70b.svg",
-        title="Llama 70B, 32 stages",
-        sizes=pipe.bind_inputs((), {"input_ids": ids}),
-    )
+    return pipe.draw(FOLDER / "llama-70b.svg", title="Llama 70B, 32 stages")
 
 
 def draw_schedule(name: str) -> Path:

@@ -120,7 +120,13 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
     ]
     return [
         *(
-            draw_pipe(traced.pipe, folder / f"gpt.{ending}", title=_MODEL, sizes=traced.sizes)
+            draw_pipe(
+                traced.pipe,
+                folder / f"gpt.{ending}",
+                title=_MODEL,
+                sizes=traced.sizes,
+                flops=traced.flops,
+            )
             for ending in ("svg", "png")
         ),
         *(
@@ -138,6 +144,7 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
             candidates,
             pipe=traced.pipe,
             sizes=traced.sizes,
+            flops=traced.flops,
             title=f"{_MODEL} on two processes",
             notes=("Simulated steps take as long as the measured one computes.",),
             time_unit="s",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.table import Table
@@ -21,7 +22,7 @@ from fxpipe.errors import InputError
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
-from fxpipe.viz.numbers import count_text
+from fxpipe.viz.numbers import count_text, flops_text
 from fxpipe.viz.outline import bytes_text, make_outline
 
 __all__ = ["Traced", "pipe_json", "split_names", "split_pipe", "stage_table", "trace_model"]
@@ -40,6 +41,12 @@ class Traced:
     @property
     def title(self) -> str:
         return f"{self.model.title}, {self.pipe.num_stages} stages"
+
+    @cached_property
+    def flops(self) -> tuple[int, ...] | None:
+        """Of one microbatch's forward, per stage; None if the model has none to count."""
+        found = self.pipe.flops(self.sizes)
+        return found if any(found) else None
 
 
 def trace_model(
@@ -94,7 +101,7 @@ def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
 def stage_table(traced: Traced) -> Table:
     """The stages: what is in them, how big they are, what they exchange."""
     pipe, sizes = traced.pipe, traced.sizes
-    outline = make_outline(pipe, "stages", sizes=sizes)
+    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
     rows = []
     for stage, interface in zip(outline.stages, pipe.interfaces, strict=True):
         takes = [f"{name} (model input)" for name in interface.model_inputs]
@@ -109,12 +116,13 @@ def stage_table(traced: Traced) -> Table:
                 stage.index,
                 "\n".join(f"{part.title} ({part.kind_text})" for part in stage.parts) or "code",
                 count_text(stage.parameters),
+                "-" if stage.flops is None else flops_text(stage.flops),
                 f"{stage.share:.1%}",
                 "\n".join(takes),
                 "\n".join(sends),
             )
         )
-    columns = ("stage#", "modules", "parameters#", "share#", "takes", "sends")
+    columns = ("stage#", "modules", "parameters#", "forward#", "share#", "takes", "sends")
     table = make_table(traced.title, columns, rows)
     table.show_lines = len(rows) <= 16
     ties = [" = ".join(f"{name} ({stage})" for stage, name in t.locations) for t in pipe.tied]
@@ -128,7 +136,7 @@ def stage_table(traced: Traced) -> Table:
 def pipe_json(traced: Traced) -> dict[str, Any]:
     """The same for programs."""
     pipe, sizes = traced.pipe, traced.sizes
-    outline = make_outline(pipe, "stages", sizes=sizes)
+    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
     return {
         "model": traced.model.request.name,
         "num_stages": pipe.num_stages,
@@ -143,6 +151,7 @@ def pipe_json(traced: Traced) -> dict[str, Any]:
                 "index": stage.index,
                 "modules": [name for part in stage.parts for name in part.names],
                 "parameters": stage.parameters,
+                "flops": stage.flops,
                 "share": stage.share,
                 "model_inputs": list(interface.model_inputs),
                 "received": [

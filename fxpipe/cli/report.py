@@ -110,6 +110,7 @@ def report(
         candidates,
         pipe=None if traced is None else traced.pipe,
         sizes=None if traced is None else traced.sizes,
+        flops=None if traced is None else traced.flops,
         title=f"{ranks} ranks" if traced is None else f"{traced.title} on {ranks} ranks",
         notes=("Times are in units of one forward of one rank's share of the model.",),
     )

@@ -104,7 +104,12 @@ def draw(
     traced = _traced(request, stages, split, batch, meta)
     with working(f"drawing {picture}"):
         path = draw_pipe(
-            traced.pipe, writable(picture), depth=depth, title=traced.title, sizes=traced.sizes
+            traced.pipe,
+            writable(picture),
+            depth=depth,
+            title=traced.title,
+            sizes=traced.sizes,
+            flops=traced.flops,
         )
     if as_json:
         print_json({"picture": str(path), "num_stages": traced.pipe.num_stages})

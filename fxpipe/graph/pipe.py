@@ -16,6 +16,7 @@ from fxpipe.errors import FxpipeError, SplitError
 from fxpipe.graph.capture import TracedGraph, capture
 from fxpipe.graph.cut import Assignment, by_markers, cut
 from fxpipe.graph.describe import readable, table
+from fxpipe.graph.flops import forward_flops
 from fxpipe.graph.flow import UnknownSizeError
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interfaces, edges_of
@@ -109,6 +110,13 @@ class Pipe:
 
         return build_stage(self.get_stage_module(stage), stage, self.info(), device, group)
 
+    def flops(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Count the FLOPs of one microbatch's forward on each stage.
+
+        `sizes` are values of the size symbols, by default those of the traced call.
+        """
+        return forward_flops([stage.module for stage in self.stages], self._info, sizes)
+
     def print_readable(self) -> str:
         """Print the code of every stage with its interface; returns the text."""
         text = readable([(stage.module, stage.interface) for stage in self.stages])
@@ -123,12 +131,20 @@ class Pipe:
         """Write a picture of the stages; see `fxpipe.viz.draw_pipe`."""
         from fxpipe.viz.graph import draw_pipe
 
-        return draw_pipe(self, path, **options)
+        return draw_pipe(self, path, **self._picture(options))
 
     def _repr_svg_(self) -> str:
         from fxpipe.viz.graph import pipe_svg
 
-        return pipe_svg(self)
+        return pipe_svg(self, **self._picture({}))
+
+    def _picture(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Options for a picture, with the traced call's sizes and FLOPs unless given."""
+        sizes = options.get("sizes") or dict(self._info.example_sizes)
+        if "flops" not in options and "times" not in options:
+            flops = self.flops(sizes)
+            options = {**options, "flops": flops if any(flops) else None}
+        return {**options, "sizes": sizes}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in series; the output is the model's."""

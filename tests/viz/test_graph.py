@@ -98,5 +98,9 @@ def test_inline_svg_has_no_header():
 def test_pipe_draws_itself(tmp_path):
     pipe = pipe_of("gpt")
 
-    assert pipe.draw(tmp_path / "a.dot").read_text() == pipe_dot(pipe)
-    assert pipe._repr_svg_() == pipe_svg(pipe)
+    known = {"flops": pipe.flops(), "sizes": pipe.info().example_sizes}
+    assert pipe.draw(tmp_path / "a.dot").read_text() == pipe_dot(pipe, **known)
+    assert pipe._repr_svg_() == pipe_svg(pipe, **known)
+    assert pipe.draw(tmp_path / "a.dot", flops=None, sizes={"batch": 9}).read_text() == pipe_dot(
+        pipe, sizes={"batch": 9}
+    )

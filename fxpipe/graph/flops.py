@@ -1,0 +1,54 @@
+"""Count the arithmetic of each stage, without running anything on data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxpipe.graph.fake import probe
+from fxpipe.graph.info import PipeInfo
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.structure import map_leaves
+
+__all__ = ["forward_flops"]
+
+
+class _Counted(nn.Module):
+    """A stage that counts; inside, so that the counter sees what the stage calls."""
+
+    def __init__(self, stage: nn.Module, note: Callable[[int], None]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.note = note
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            output = self.stage(*args, **kwargs)
+        self.note(counter.get_total_flops())
+        return output
+
+
+def forward_flops(
+    modules: Sequence[nn.Module], info: PipeInfo, sizes: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """The FLOPs of one microbatch's forward on each stage, at the sizes given."""
+    values = {**info.example_sizes, **(sizes or {})}
+
+    def bound(leaf: Any) -> Any:
+        return leaf.bind(values) if isinstance(leaf, TensorSpec) else leaf
+
+    found = []
+    for module, interface in zip(modules, info.interfaces, strict=True):
+        counts: list[int] = []
+        args = [bound(received.port.spec) for received in interface.received]
+        kwargs = {
+            name: map_leaves(bound, info.inputs.example[name]) for name in interface.model_inputs
+        }
+        with torch.no_grad():
+            probe(_Counted(module, counts.append), args, kwargs)
+        found.append(counts[-1])
+    return tuple(found)

@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 
@@ -36,12 +35,13 @@ from fxpipe.graph.intercept import intercepted
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.messages import a_value_decides
 from fxpipe.graph.modes import merge_modes
+from fxpipe.graph.opruns import DATA_DEPENDENT
 from fxpipe.graph.place import failing_frame
 from fxpipe.graph.preserve import preserved
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.structure import map_leaves, walk
 from fxpipe.graph.tape import STAGE_DEVICE
-from fxpipe.graph.trace import DATA_DEPENDENT, Trace
+from fxpipe.graph.trace import Trace
 from fxpipe.graph.values import ExampleValues
 
 __all__ = ["TracedGraph", "capture"]
@@ -367,8 +367,8 @@ def _finished(
         if "val" in node.meta:
             value = node.meta.pop("val")
             node.meta["spec"] = map_leaves(describe, value)
-        node.args = _plain_sizes(node.args, sizes)
-        node.kwargs = _plain_sizes(node.kwargs, sizes)
+        node.args = sizes.plain_arguments(node.args)
+        node.kwargs = sizes.plain_arguments(node.kwargs)
     example = spec_inputs(fakes, sizes.spec)
     signature = InputSignature(
         parameters_of(module),
@@ -394,15 +394,3 @@ def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: Any) -> Any
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return sizes.plain(leaf.node.expr)
     return leaf
-
-
-def _plain_sizes(args: Any, sizes: Sizes) -> Any:
-    if isinstance(args, sympy.Basic):
-        return sizes.plain(args)
-    if isinstance(args, (tuple, list)):
-        return type(args)(_plain_sizes(arg, sizes) for arg in args)
-    if isinstance(args, dict):
-        return {key: _plain_sizes(arg, sizes) for key, arg in args.items()}
-    if isinstance(args, slice):
-        return slice(*(_plain_sizes(part, sizes) for part in (args.start, args.stop, args.step)))
-    return args

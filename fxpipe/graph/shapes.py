@@ -199,6 +199,18 @@ class Sizes:
             return expr
         return plain(self.env.replace(expr), self._names)
 
+    def plain_arguments(self, args: Any) -> Any:
+        """Return graph arguments with every size in our names."""
+        if isinstance(args, sympy.Basic):
+            return self.plain(args)
+        if isinstance(args, (tuple, list)):
+            return type(args)(self.plain_arguments(arg) for arg in args)
+        if isinstance(args, dict):
+            return {key: self.plain_arguments(arg) for key, arg in args.items()}
+        if isinstance(args, slice):
+            return slice(*map(self.plain_arguments, (args.start, args.stop, args.step)))
+        return args
+
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
         """Describe a tensor of the trace."""
         shape = tuple(

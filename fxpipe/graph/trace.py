@@ -19,13 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -35,13 +29,14 @@ from fxpipe.graph.calls import Applied, Refusal, given
 from fxpipe.graph.chance import Chance
 from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
-from fxpipe.graph.funcnodes import INSISTENT, as_node, is_metadata, plain_tuples, with_holder
+from fxpipe.graph.funcnodes import as_node, is_metadata, plain_tuples, with_holder
 from fxpipe.graph.intercept import observe, unobserved
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.mapped import Mapped, function_modes
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.messages import a_draw, a_value_decides, an_unknown_tensor
 from fxpipe.graph.names import Names
+from fxpipe.graph.opruns import run_operation
 from fxpipe.graph.place import is_users, user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.statewrites import StateWatch
@@ -51,14 +46,9 @@ from fxpipe.graph.surroundings import Surroundings
 from fxpipe.graph.tape import Tape, UnknownTensorError
 from fxpipe.graph.values import ExampleValues, NoValueError, has_unbacked
 
-__all__ = ["DATA_DEPENDENT", "Trace"]
+__all__ = ["Trace"]
 
 _TO_NUMPY = ("numpy", "__array__")
-DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 
 
 class Trace(TorchFunctionMode):
@@ -315,7 +305,7 @@ class Trace(TorchFunctionMode):
             with suppress(NoValueError):
                 return self._agreed(func, args, kwargs)
         if func.__name__ in _TO_NUMPY:
-            raise ValueDecidesError(self._data_dependent(func))
+            raise ValueDecidesError(self._data_dependent())
         return self._operation(func, args, kwargs)
 
     def _run_or_follow(self, func: Any, args: Any, kwargs: Any, real: bool) -> tuple[Any, bool]:
@@ -367,21 +357,9 @@ class Trace(TorchFunctionMode):
     def _run(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
         self._busy = True
         try:
-            if any(word in getattr(func, "__name__", "") for word in INSISTENT):
-                found = self._leaves.run_function(func, args, kwargs)
-                if found:
-                    return found[0]
-            return func(*args, **kwargs)
-        except Exception as error:
-            if isinstance(error, DATA_DEPENDENT) and not real:
-                raise ValueDecidesError(self._data_dependent(func)) from None
-            # Some operations cannot follow symbols; learn the sizes like those of a leaf.
-            found = self._leaves.run_function(func, args, kwargs)
-            if found:
-                return found[0]
-            if real:
-                return self._leaves.run_function_real(func, args, kwargs, error)
-            raise
+            return run_operation(
+                self._leaves, func, args, kwargs, real=real, explain=self._data_dependent
+            )
         finally:
             self._busy = False
 
@@ -443,6 +421,6 @@ class Trace(TorchFunctionMode):
     def _inside(self) -> nn.Module | None:
         return self._stack[-1] if self._stack else None
 
-    def _data_dependent(self, func: Any) -> str:
+    def _data_dependent(self) -> str:
         module = type(self._stack[-1]).__name__ if self._stack else "the model"
         return a_value_decides(module, user_frame())

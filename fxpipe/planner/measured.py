@@ -34,16 +34,20 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of one part for one microbatch."""
+    """Seconds of one part for one microbatch, then bytes.
+
+    `kept` is made inside and held until the backward; None if it was not measured.
+    """
 
     forward: float
     backward_input: float
     backward_weight: float
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of the parts of a model on one device.
+    """Times and memory of the parts of a model on one device.
 
     `parts[node][batch]` has what was measured; `opened` says how the model was captured.
     """
@@ -70,12 +74,14 @@ class Profile:
         high = known[known.index(low) + 1]
         share = (batch - low) / (high - low)
         first, second = found[low], found[high]
-        return Measured(
-            *(
-                max(a + share * (b - a), 0.0)
-                for a, b in zip(_numbers(first), _numbers(second), strict=True)
-            )
-        )
+        times = [
+            max(a + share * (b - a), 0.0)
+            for a, b in zip(_numbers(first), _numbers(second), strict=True)
+        ]
+        if first.kept is None or second.kept is None:
+            return Measured(*times)
+        kept = max(first.kept + share * (second.kept - first.kept), 0.0)
+        return replace(Measured(*times), kept=kept)
 
     def with_link(self, link: Link | None) -> Profile:
         return self if link is None else replace(self, link=link)
@@ -120,7 +126,7 @@ class Profile:
             "opened": list(self.opened),
             "link": None if self.link is None else [self.link.latency, self.link.bytes_per_time],
             "parts": {
-                node: {str(batch): list(_numbers(found)) for batch, found in sizes.items()}
+                node: {str(batch): [*_numbers(found), found.kept] for batch, found in sizes.items()}
                 for node, sizes in self.parts.items()
             },
         }
@@ -197,7 +203,8 @@ def _numbers(found: Measured) -> tuple[float, float, float]:
 
 
 def _scaled(found: Measured, share: float) -> Measured:
-    return Measured(*(share * value for value in _numbers(found)))
+    kept = None if found.kept is None else share * found.kept
+    return replace(Measured(*(share * value for value in _numbers(found))), kept=kept)
 
 
 def _with_times(old: NodeLoad, found: Measured, repeats: bool, mode: Checkpointing) -> NodeLoad:
@@ -208,8 +215,11 @@ def _with_times(old: NodeLoad, found: Measured, repeats: bool, mode: Checkpointi
         if mode == "selective" and old.forward:
             share = min(old.repeated / old.forward, 1.0)
         backward += share * found.forward
+    # What a checkpointed block keeps is another matter than what was measured without.
+    inside = old.inside if found.kept is None or (repeats and mode != "none") else found.kept
     return replace(
         old,
+        inside=inside,
         forward=found.forward,
         backward_input=backward,
         backward_weight=found.backward_weight,
@@ -222,4 +232,5 @@ def _item(item: Item, loads: Sequence[NodeLoad]) -> Item:
         forward=sum(load.forward for load in loads),
         backward_input=sum(load.backward_input for load in loads),
         backward_weight=sum(load.backward_weight for load in loads),
+        residual=sum(load.inside for load in loads),
     )

@@ -34,7 +34,7 @@ from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.planner.bench import Bench, Call
 from fxpipe.planner.measured import Measured, Profile, fingerprint_of
-from fxpipe.planner.observe import tensors_in
+from fxpipe.planner.observe import observe, tensors_in
 from fxpipe.planner.subject import opened_for
 from fxpipe.program import Link
 
@@ -174,6 +174,7 @@ def _measure(bench: Bench, node: fx.Node, sizes: Mapping[str, int], repeats: int
     rng = torch.get_rng_state()
     try:
         with torch.inference_mode(False), torch.enable_grad():
+            seen = observe(call.function, call.build, lambda: call.parameters)
             runs = [_run(call, bench.device) for _ in range(repeats + 2)][2:]
     except Exception as error:
         raise PlanError(f"{node.target} does not run alone on {bench.device}: {error}") from error
@@ -183,8 +184,9 @@ def _measure(bench: Bench, node: fx.Node, sizes: Mapping[str, int], repeats: int
         statistics.median(part) for part in zip(*runs, strict=True)
     )
     if not backward_input:
-        return Measured(forward, 0.0, backward)
-    return Measured(forward, backward_input, max(backward - backward_input, 0.0))
+        return Measured(forward, 0.0, backward, float(seen.kept_inside))
+    weight = max(backward - backward_input, 0.0)
+    return Measured(forward, backward_input, weight, float(seen.kept_inside))
 
 
 def _own_copy(module: nn.Module, device: torch.device) -> nn.Module:

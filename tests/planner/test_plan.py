@@ -300,11 +300,18 @@ def test_plan_runs_on_processes_with_data_parallelism():
     assert all("but the group has 4; plan again for 4" in message for message in messages)
 
 
-def test_stages_of_a_pipe_are_kept():
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_stages_of_a_pipe_are_kept(mode):
     args, kwargs = gpt.example_inputs(2)
-    pipe = pipeline(gpt.build(layers=4), args, kwargs, num_stages=2)
+    model = gpt.build(layers=4)
+    pipe = pipeline(model, args, kwargs, num_stages=2)
+    options = {"microbatch_sizes": (2,), "checkpointing": mode, "schedules": ["1F1B", "ZBH1"]}
 
-    found = plan(pipe, args, "cpu core", 2, 8, microbatch_sizes=(2,))
+    found = plan(pipe, args, "cpu core", 2, 8, **options)
 
     assert all(option.candidate.num_stages == 2 for option in found.options)
-    assert found.build(loss_fn=loss_fn).pipe is pipe
+    for choice in range(len(found.options)):
+        built = found.build(choice=choice, loss_fn=loss_fn)
+        assert built.pipe is pipe
+        assert built.checkpointed == (() if mode == "none" else ("", ""))
+        assert_trains_like(model, built)

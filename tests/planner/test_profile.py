@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PlanError
+from fxpipe.graph.capture import capture
+from fxpipe.planner.cost import GraphCosts
 from fxpipe.planner.measured import Measured, Profile
 from fxpipe.planner.plan import plan
 from fxpipe.planner.profile import profile
@@ -25,6 +27,20 @@ def test_every_part_has_times_at_every_size():
         assert set(sizes) == {1, 4}, node
     block = found.parts["blocks_1"][4]
     assert block.forward > 0 and block.backward_input > 0
+
+
+def test_kept_bytes_are_measured_too():
+    model = gpt.build(layers=4)
+    args, kwargs = gpt.example_inputs(2)
+    graph = capture(model, args, kwargs, opened={"", "blocks"})
+    costs = GraphCosts.of(graph, graph.hints, fused_attention=False)
+
+    found = made(batch_sizes=(2, 4))
+
+    for node in costs.nodes:
+        for batch in (2, 4):
+            estimated = node.cost.kept_inside({**graph.hints, "batch": batch})
+            assert found.parts[node.name][batch].kept == estimated, node.name
 
 
 def test_equal_blocks_are_measured_once():
@@ -102,13 +118,13 @@ def test_models_without_weights_are_measured_block_by_block():
 
 
 def test_other_sizes_follow_a_line():
-    parts = {"a": {2: Measured(2.0, 4.0, 0.0), 4: Measured(3.0, 8.0, 0.0)}}
+    parts = {"a": {2: Measured(2.0, 4.0, 0.0, 10.0), 4: Measured(3.0, 8.0, 0.0, 20.0)}}
     found = Profile("", "cpu", ("",), parts)
     single = Profile("", "cpu", ("",), {"a": {2: Measured(2.0, 4.0, 6.0)}})
 
-    assert found.times("a", 3) == Measured(2.5, 6.0, 0.0)
-    assert found.times("a", 6) == Measured(4.0, 12.0, 0.0)
-    assert found.times("a", 1) == Measured(1.5, 2.0, 0.0)
+    assert found.times("a", 3) == Measured(2.5, 6.0, 0.0, 15.0)
+    assert found.times("a", 6) == Measured(4.0, 12.0, 0.0, 30.0)
+    assert found.times("a", 1) == Measured(1.5, 2.0, 0.0, 5.0)
     assert single.times("a", 3) == Measured(3.0, 6.0, 9.0)
     assert found.times("b", 3) is None
 

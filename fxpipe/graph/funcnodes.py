@@ -6,15 +6,12 @@ Functions that only ask for a tensor's size, dtype or the like are no nodes at a
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 
-__all__ = ["INSISTENT", "as_node", "is_metadata", "plain_tuples", "with_holder"]
+__all__ = ["INSISTENT", "as_node", "is_metadata", "plain_tuples"]
 
 _METADATA_GETTERS = {
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
@@ -89,18 +86,3 @@ def _dunders() -> dict[int, str]:
 def _is_method(func: Any, name: str) -> bool:
     method = getattr(torch.Tensor, name, None)
     return method is not None and (method is func or method == func)
-
-
-def with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:
-    """Return a graph argument in which one list or dict of the value is a node of its own."""
-    if value is part:
-        return holder
-    if type(value) in (tuple, list) and not isinstance(argument, fx.Node):
-        return type(value)(map(with_holder, value, argument, *_repeated(part, holder)))
-    if type(value) is dict and not isinstance(argument, fx.Node):
-        return {key: with_holder(value[key], argument[key], part, holder) for key in value}
-    return argument
-
-
-def _repeated(*values: Any) -> list[Iterator[Any]]:
-    return [itertools.repeat(value) for value in values]

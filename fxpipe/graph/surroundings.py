@@ -6,6 +6,7 @@ code read off tensors before. `mark` leaves them on a node.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ class Surroundings:
             self._regions.append(Region(options))
         else:
             self._regions.pop()
+
+    def reentrant(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run what a `checkpoint()` with `use_reentrant=True` runs."""
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # as this variant of checkpoint does it
+                return run(*args)
+        options = {"preserve_rng_state": preserve}
+        self.checkpoint(options, entering=True)
+        try:
+            return run(*args)
+        finally:
+            self.checkpoint(options, entering=False)
 
     def dtype_read(self, dtype: torch.dtype, source: fx.Node | None) -> None:
         """Remember the tensor that a dtype was last read off; None for state."""

@@ -25,11 +25,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.agreed import Agreed, AgreedSizes
-from fxpipe.graph.calls import Applied, Refusal, given
+from fxpipe.graph.calls import Applied, Refusal
 from fxpipe.graph.chance import Chance
 from fxpipe.graph.decide import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.fake import FakeState, Left
-from fxpipe.graph.funcnodes import as_node, is_metadata, plain_tuples, with_holder
+from fxpipe.graph.funcnodes import as_node, is_metadata, plain_tuples
+from fxpipe.graph.handed import Handed
 from fxpipe.graph.intercept import observe, unobserved
 from fxpipe.graph.leafrun import LeafRuns
 from fxpipe.graph.mapped import Mapped, function_modes
@@ -40,7 +41,7 @@ from fxpipe.graph.opruns import run_operation
 from fxpipe.graph.place import is_users, user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.statewrites import StateWatch
-from fxpipe.graph.structure import contents, has_tensor, map_leaves, mutable_parts, walk
+from fxpipe.graph.structure import has_tensor, map_leaves, walk
 from fxpipe.graph.substitutes import substitute
 from fxpipe.graph.surroundings import Surroundings
 from fxpipe.graph.tape import Tape, UnknownTensorError
@@ -132,19 +133,8 @@ class Trace(TorchFunctionMode):
         if self._leaf_stack or self._busy:
             return call(*args, **kwargs)
         if function is CheckpointFunction:
-            return self._reentrant(*args)
+            return self._surroundings.reentrant(*args)
         return self._operation(Applied(function), args, kwargs, real=True)
-
-    def _reentrant(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            with torch.no_grad():  # as this variant of checkpoint does it
-                return run(*args)
-        options = {"preserve_rng_state": preserve}
-        self.on_checkpoint(True, options)
-        try:
-            return run(*args)
-        finally:
-            self.on_checkpoint(False, options)
 
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
@@ -224,10 +214,8 @@ class Trace(TorchFunctionMode):
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         self._check_chance()
-        parts = [part for part in mutable_parts((args, kwargs)) if part is not kwargs]
-        watched = [(part, contents(part)) for part in parts]
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
-        held = [self._argument(part) for part, _ in watched]
+        handed = Handed(self.tape, self._argument, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         decided = self._sizes.decisions()
         self._leaf_stack.append(module)
@@ -239,14 +227,7 @@ class Trace(TorchFunctionMode):
             self._chance.settle()
         if outcome.is_likely:
             self._sizes.forget(decided)  # of a run that failed
-        changed = []
-        for (part, before), holder in zip(watched, held, strict=True):
-            if contents(part) != before:
-                if not isinstance(holder, fx.Node):
-                    holder = self.tape.write("call_function", given, (holder,), {})
-                    node_args = with_holder(args, node_args, part, holder)
-                    node_kwargs = with_holder(kwargs, node_kwargs, part, holder)
-                changed.append((part, holder))
+        node_args, node_kwargs = handed.look(node_args, node_kwargs)
         node = self.tape.write("call_module", name, node_args, node_kwargs)
         if outcome.wrote:
             node.meta["writes"] = {f"{name}.{buffer}" for buffer in outcome.wrote}
@@ -254,8 +235,7 @@ class Trace(TorchFunctionMode):
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
         self.tape.adopt(node, outcome.output)
-        for part, holder in changed:
-            self.tape.object_changed(part, holder, node)
+        handed.note(node)
         if outcome.is_likely:
             self._check_sizes(outcome.output)
         observe(module, args, outcome.output)

@@ -6,8 +6,9 @@
 
 Each architecture has a tiny random configuration; nothing is downloaded. Work runs
 in child processes, a chunk of architectures each, so that a crash or a hang costs
-one architecture and not the run. Printed: per check how many pass, out of those
-that run eagerly, and the reason for each failure.
+one architecture and not the run. Printed: how many of those that run eagerly pass
+everything, only at the traced sizes, or fail; per check how many pass; and the reason
+for each failure.
 """
 
 import argparse
@@ -17,10 +18,14 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+WHOLE = "pass everything"
+UNCUT = "have no blocks to cut between (--split auto cuts them)"
+SIZES = "pass, and refuse sizes or values other than those traced"
+FAIL = "fail"
+REFUSALS = ("PipeliningShapeError", "InputError")
 CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "length")
 
 
@@ -157,26 +162,45 @@ def _all_types() -> list[str]:
     return list(all_cases())
 
 
+def classified(runs: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Sort architectures that run eagerly by how far they get."""
+    found: dict[str, list[str]] = {WHOLE: [], UNCUT: [], SIZES: [], FAIL: []}
+    for name, row in runs.items():
+        failed = {check: result for check, result in row.items() if _is_failure(result)}
+        refused = all(result.startswith(REFUSALS) for result in failed.values())
+        if row.get("trace", "").startswith("skip"):
+            found[UNCUT].append(name)
+        elif not failed:
+            found[WHOLE].append(name)
+        elif refused and failed.keys() <= {"batch", "length"}:
+            found[SIZES].append(name)
+        else:
+            found[FAIL].append(name)
+    return found
+
+
+def _is_failure(result: str) -> bool:
+    return result != "ok" and not result.startswith("skip")
+
+
 def _print(rows: dict[str, dict[str, dict[str, str]]], stages: list[int]) -> None:
     for count in map(str, stages):
         print(f"\n{count} stages")
         table = {name: row[count] for name, row in rows.items()}
         runs = {name: row for name, row in table.items() if row.get("eager") == "ok"}
-        whole = 0
-        for row in runs.values():
-            whole += all(result == "ok" or result.startswith("skip") for result in row.values())
-        print(f"  {len(runs)} of {len(table)} run eagerly; {whole} of {len(runs)} pass everything")
+        print(f"  {len(runs)} of {len(table)} run eagerly")
+        for title, names in classified(runs).items():
+            shown = "" if title == WHOLE else ": " + ", ".join(names)
+            print(f"  {len(names):4} {title}{shown if names else ''}")
         for name in CHECKS[1:]:
             results = [row[name] for row in runs.values() if name in row]
             applicable = [result for result in results if not result.startswith("skip")]
             print(f"  {name:8} {sum(r == 'ok' for r in applicable):4} of {len(applicable)}")
         print("  failures")
-        reasons: Counter[str] = Counter()
         for name, row in runs.items():
             for label, result in row.items():
-                if result != "ok" and not result.startswith("skip"):
+                if _is_failure(result):
                     print(f"    {name:28} {label:7} {result[:220]}")
-                    reasons[result.split(":")[0]] += 1
         print("  not run eagerly")
         for name, row in table.items():
             if row.get("eager") != "ok":

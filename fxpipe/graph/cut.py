@@ -18,7 +18,8 @@ from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph
-from fxpipe.graph.flow import Flow, is_free
+from fxpipe.graph.decide import RANDOM
+from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.ownership import check_state_writes
@@ -80,7 +81,8 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
         SplitError: the assignment misses nodes or sends values backwards, or a stage uses
             a buffer that another one changes.
     """
-    flow = Flow(traced, assignment.stage_of, assignment.num_stages)
+    stage_of = _with_late_draws(traced, assignment)
+    flow = Flow(traced, stage_of, assignment.num_stages)
     repeated = choose_repeated(flow)
     check_state_writes(flow)
     needs = [flow.needs(stage) for stage in range(flow.num_stages)]
@@ -106,6 +108,36 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
             )
         )
     return tuple(graphs)
+
+
+def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, int]:
+    """Return the stages, with draws of random numbers no earlier than what ran before them.
+
+    A draw that reads nothing could run anywhere, but in an early stage it would take
+    the numbers that in the plain model go to a dropout in between.
+    """
+    stage_of = dict(assignment.stage_of)
+    last = assignment.num_stages - 1
+
+    def limit(node: fx.Node) -> int:
+        if node.op not in ("call_function", "call_method"):
+            return stage_of.get(node.name, last)
+        return min((limit(user) for user in node.users), default=last)
+
+    latest = 0
+    moved: dict[fx.Node, int] = {}
+    for node in work_nodes(traced):
+        if node.name not in stage_of:
+            continue
+        name = getattr(node.target, "__name__", node.target)
+        wanted = max((moved.get(source, 0) for source in node.all_input_nodes), default=0)
+        if not node.all_input_nodes and name in RANDOM:
+            wanted = min(latest, limit(node))
+        if wanted > stage_of[node.name]:
+            stage_of[node.name] = moved[node] = wanted
+        if node.op == "call_module":
+            latest = max(latest, stage_of[node.name])
+    return stage_of
 
 
 def _port(node: fx.Node) -> Port:

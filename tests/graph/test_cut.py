@@ -1,12 +1,16 @@
 """Cutting a traced graph: which stage has what, and which values travel."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxpipe import SplitError, SplitPoint, pipe_split, pipeline
-from fxpipe.graph.capture import capture
+from fxpipe.graph.capture import TracedGraph, capture
 from fxpipe.graph.cut import Assignment, by_markers, cut
+from fxpipe.graph.flow import work_nodes
+from tests.parity import assert_parity
 
 X = torch.randn(4, 8)
 
@@ -108,3 +112,40 @@ def test_markers_and_names_mean_the_same() -> None:
 
     marked = pipeline(Marked(), (X,))
     assert list(map(str, marked.interfaces)) == list(map(str, by_name.interfaces))
+
+
+class LayerDrop(nn.Module):
+    """Draws a number before each layer, and uses it for nothing at a rate of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(4)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) < 0.0:
+                continue
+            x = layer(x)
+        return x
+
+
+def draws_first(traced: TracedGraph) -> Assignment:
+    """Two stages; what reads no other value goes to the first, as in a graph without order."""
+    names = [node.name for node in work_nodes(traced) if node.op == "call_module"]
+    late = set(names[len(names) // 2 :])
+    return Assignment({node.name: int(node.name in late) for node in work_nodes(traced)})
+
+
+def test_draws_keep_their_place_among_the_random_numbers() -> None:
+    # All draws used to come first; the dropouts then got other numbers than in the plain model.
+    model = LayerDrop()
+    plain = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+
+    pipe = pipeline(model, (x,), split_policy=draws_first)
+
+    assert pipe.num_stages == 2
+    assert_parity(plain, pipe, (x,))

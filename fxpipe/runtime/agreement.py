@@ -31,7 +31,7 @@ from fxpipe.runtime.plan import (
     check_inputs_agree,
     raise_together,
 )
-from fxpipe.runtime.sync import NoSync, grad_sync
+from fxpipe.runtime.sync import NoSync, expect_collectives, grad_sync
 
 __all__ = ["make_plan"]
 
@@ -263,6 +263,8 @@ class _Maker:
             index: StageRunner(stage, _split_microbatches(lowered, index))
             for index, stage in self.stages.items()
         }
+        for index, runner in runners.items():
+            expect_collectives(runner.sync, lowered, index)
         wiring = {}
         for index, stage in self.stages.items():
             before, after = interfaces.skeletons.get(index - 1), interfaces.skeletons.get(index)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from fxpipe.errors import FxpipeError, RemoteStageError
 from fxpipe.runtime.transport import Transport, TransportError
 
-__all__ = ["Control", "Fault", "GroupControl", "LocalControl", "remote_error"]
+__all__ = ["Control", "Fault", "GroupControl", "LocalControl", "remote_error", "side_group"]
 
 POLL = 0.1
 WIDTH = 8
@@ -142,7 +142,7 @@ class GroupControl:
         self.rank = group.rank()
         self.size = group.size()
         self._timeout = timeout
-        self._group = _side_group(group)
+        self._group = side_group(group)
         self._direct: Transport | None = None
         self._step = 0
         self._fault: Fault | None = None
@@ -333,7 +333,7 @@ def _look_again_and_again(control: weakref.ref[GroupControl], active: threading.
         del alive
 
 
-def _side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, made once per group."""
     side = _GROUPS.get(group)
     if side is None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.program import Program
+from fxpipe.program import Program, lower
 from fxpipe.runtime.agreement import make_plan
 from fxpipe.runtime.calls import Call, Options, StepPlan
 from fxpipe.runtime.executor import Hooks
@@ -24,6 +24,7 @@ from fxpipe.runtime.local import resolve_group
 from fxpipe.runtime.peers import Peers, meet
 from fxpipe.runtime.plan import raise_together
 from fxpipe.runtime.stepping import Outcome, StepRun
+from fxpipe.runtime.sync import GradSync, NoSync, expect_collectives, grad_sync
 
 __all__ = ["Session"]
 
@@ -45,6 +46,7 @@ class Session:
         self._peers: Peers | None = None
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self.sums_weights: bool | None = None
+        self._gave_up: list[GradSync] = []
 
     @property
     def has_last_stage(self) -> bool:
@@ -84,8 +86,31 @@ class Session:
             InputError or PipeliningShapeError on all ranks, before anything is sent.
         """
         peers = self.peers
-        plan = self._agree(call, peers)
+        try:
+            plan = self._agree(call, peers)
+        except Exception as error:
+            self._tell_replicas(call, f"{type(error).__name__}: {error}")
+            raise
         return StepRun(self, peers, plan, call).run()
+
+    def _tell_replicas(self, call: Call, message: str) -> None:
+        """The step does not even begin: replicas that begin it would wait for this rank."""
+        syncs = {i: grad_sync(stage.submod) for i, stage in self.stages.items()}
+        trains = call.training and self._peers is not None and self._peers.has_loss
+        if not trains or all(isinstance(sync, NoSync) for sync in syncs.values()):
+            return
+        sharded = any(sync.is_sharded for sync in syncs.values())
+        lowered = lower(
+            self.program,
+            reduce_grad=True,
+            max_unsharded=self.options.max_unsharded if sharded else None,
+        )
+        for index, sync in syncs.items():
+            expect_collectives(sync, lowered, index)
+            sync.begin()
+            sync.give_up(message)
+            sync.end()
+        self._gave_up = list(syncs.values())  # until the others have heard it
 
     def _agree(self, call: Call, peers: Peers) -> StepPlan:
         control, problem, key = peers.control, None, 0

@@ -207,6 +207,7 @@ class StepRun:
 
     def _drained(self, error: Exception) -> Exception:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
+        self._tell_replicas(error)
         if self.peers.is_local:
             return error
         try:
@@ -217,9 +218,15 @@ class StepRun:
             raise error from lost
         return error
 
+    def _tell_replicas(self, error: object) -> None:
+        if self.trains:
+            for runner in self.plan.runners.values():
+                runner.sync.give_up(_brief(error))
+
     def _lost(self, error: TransportError) -> Exception:
         """A peer is gone or does not answer: there is nothing left to confirm."""
         fault = self._report_lost(error)
+        self._tell_replicas(fault)
         if fault.kind == "lost":
             # Ranks that are not next to the lost one must not wait for this one.
             with contextlib.suppress(TransportError):
@@ -340,6 +347,10 @@ class StepRun:
             torch.stack(aux).sum() if aux else None,
             spans,
         )
+
+
+def _brief(error: object) -> str:
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
 
 
 def _bits(value: float) -> int:

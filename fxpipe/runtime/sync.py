@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fxpipe.program import Kind, Program
+from fxpipe.runtime.replicas import Replicas
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["DdpSync", "FsdpSync", "GradSync", "NoSync", "grad_sync"]
+__all__ = ["DdpSync", "FsdpSync", "GradSync", "NoSync", "expect_collectives", "grad_sync"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -29,6 +32,9 @@ class GradSync(Protocol):
     """How one stage's parameters are kept in step with its replicas."""
 
     is_sharded: bool
+
+    def expect(self, unshards: int, reductions: int) -> None:
+        """How often `unshard` and `reduce` come in a step."""
 
     def begin(self) -> None:
         """Before the first action of a training step."""
@@ -40,6 +46,9 @@ class GradSync(Protocol):
     def reduce(self) -> None:
         """After the stage's last weight gradient: average over the replicas."""
 
+    def give_up(self, message: str) -> None:
+        """The step has failed here: tell the replicas, which would wait."""
+
     def end(self) -> None:
         """After the step, also after a failed one."""
 
@@ -49,6 +58,8 @@ class NoSync:
 
     is_sharded = False
 
+    def expect(self, unshards: int, reductions: int) -> None: ...
+
     def begin(self) -> None: ...
 
     def unshard(self) -> None: ...
@@ -56,6 +67,8 @@ class NoSync:
     def reshard(self) -> None: ...
 
     def reduce(self) -> None: ...
+
+    def give_up(self, message: str) -> None: ...
 
     def end(self) -> None: ...
 
@@ -72,9 +85,15 @@ class DdpSync:
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         self._modules = modules
         self._before = [module.require_backward_grad_sync for module in modules]
+        self._replicas = Replicas(_distinct(module.process_group for module in modules))
+
+    def expect(self, unshards: int, reductions: int) -> None:
+        self._replicas.owes = reductions
 
     def begin(self) -> None:
         self._before = [module.require_backward_grad_sync for module in self._modules]
+        if any(self._before):  # the user did not ask for no_sync() around the step
+            self._replicas.begin()
         for module in self._modules:
             module.require_backward_grad_sync = False
 
@@ -83,9 +102,14 @@ class DdpSync:
     def reshard(self) -> None: ...
 
     def reduce(self) -> None:
+        if any(self._before):
+            self._replicas.check()
         for module, wanted in zip(self._modules, self._before, strict=True):
-            if wanted:  # the user did not ask for no_sync() around the step
+            if wanted:
                 _average([p for p in module.parameters() if p.requires_grad], module.process_group)
+
+    def give_up(self, message: str) -> None:
+        self._replicas.give_up(message)
 
     def end(self) -> None:
         for module, before in zip(self._modules, self._before, strict=True):
@@ -100,15 +124,21 @@ class FsdpSync:
     def __init__(self, roots: Sequence[FSDPModule]) -> None:
         self._roots = roots
         self._reduced = True
+        self._replicas = Replicas(_distinct(group for root in roots for group in _groups(root)))
+
+    def expect(self, unshards: int, reductions: int) -> None:
+        self._replicas.owes = unshards + reductions
 
     def begin(self) -> None:
         self._reduced = False
+        self._replicas.begin()
         for root in self._roots:
             root.set_is_last_backward(False)
             root.set_requires_gradient_sync(False)
             root.set_reshard_after_backward(False)
 
     def unshard(self) -> None:
+        self._replicas.check()
         for root in self._roots:
             for module in _fsdp_modules(root):
                 module.unshard()
@@ -119,6 +149,7 @@ class FsdpSync:
                 module.reshard()
 
     def reduce(self) -> None:
+        self._replicas.check()
         self._reduced = True
         for root in self._roots:
             root.set_is_last_backward(True)
@@ -130,10 +161,14 @@ class FsdpSync:
                     group.post_backward()
             states[0]._root_post_backward_final_callback()
 
+    def give_up(self, message: str) -> None:
+        self._replicas.give_up(message)
+
     def end(self) -> None:
         for root in self._roots:
             if not self._reduced:
                 root.reset_iter_state()
+                _drop_partial_gradients(root)
             root.set_is_last_backward(True)
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
@@ -152,6 +187,13 @@ def grad_sync(module: nn.Module) -> GradSync:
     if fsdp:
         return FsdpSync(fsdp)
     return NoSync()
+
+
+def expect_collectives(sync: GradSync, program: Program, stage: int) -> None:
+    """Tell a stage's synchronisation what a lowered program will ask of it."""
+    rank = program.placement.stage_to_rank[stage]
+    kinds = [action.kind for action in program.ranks[rank] if action.stage == stage]
+    sync.expect(kinds.count(Kind.UNSHARD), kinds.count(Kind.REDUCE_GRAD))
 
 
 def _fsdp_roots(module: nn.Module) -> list[FSDPModule]:
@@ -173,6 +215,32 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 def _param_groups(state: Any) -> list[Any]:
     return list(state._fsdp_param_groups)
+
+
+def _drop_partial_gradients(root: FSDPModule) -> None:
+    """What a failed step has left on gathered parameters; zero_grad() does not see it."""
+    for module in _fsdp_modules(root):
+        for group in _param_groups(module._get_fsdp_state()):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                gathered = getattr(held, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None
+
+
+def _groups(root: FSDPModule) -> list[dist.ProcessGroup]:
+    """The groups that the collectives of sharded modules use."""
+    found: list[dist.ProcessGroup] = []
+    for module in _fsdp_modules(root):
+        for group in _param_groups(module._get_fsdp_state()):
+            names = ("shard_process_group", "replicate_process_group")
+            both = [getattr(group.mesh_info, name, None) for name in names]
+            found += [one for one in both if one is not None]
+    return found
+
+
+def _distinct(groups: Iterable[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    return list({id(group): group for group in groups}.values())
 
 
 def _average(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -1,12 +1,14 @@
 """Pipelines side by side: DDP and FSDP2 stages average over the replicas in every schedule."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxpipe import PipelineStage, get_schedule_class
+from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
@@ -69,3 +71,63 @@ def test_ddp_stages_average_over_replicas(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_fsdp_stages_average_over_replicas(schedule: str) -> None:
     run_on_ranks(4, two_by_two, schedule, "fsdp")
+
+
+class Faulty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.armed:
+            raise KeyError("only this replica's bug")
+        return torch.tanh(self.linear(x))
+
+
+def fault_in_one_replica(rank: int, schedule: str, wrapper: str, where: str) -> None:
+    """Whatever stops one pipeline stops its replica too, at once, and both can go on."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    indices, num_stages = layout(schedule, place, 2)
+    modules = blocks(num_stages)
+    modules[0] = Faulty()
+    x, y = rand(16, 8), rand(16, 8, seed=2)
+    reference, _ = plain_gradients(modules, x, y)
+    wrapped = {i: wrap(modules[i], wrapper, dp[place]) for i in indices}
+    stages = [PipelineStage(wrapped[i], i, num_stages, "cpu", group=pp[replica]) for i in indices]
+    made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
+    rows = slice(8 * replica, 8 * replica + 8)
+    made.step(x[rows], target=y[rows])
+
+    for _ in range(2):
+        start = time.monotonic()
+        if where == "forward":
+            modules[0].armed = replica == 1
+            with pytest.raises((KeyError, RemoteStageError), match="only this replica's bug"):
+                made.step(x[rows], target=y[rows])
+            modules[0].armed = False
+        else:  # the step is refused before it begins: more microbatches than rows
+            few = 3 if replica == 1 else 8
+            with pytest.raises((InputError, RemoteStageError), match="4 microbatches"):
+                made.step(x[rows][:few], target=y[rows][:few])
+        assert time.monotonic() - start < 10.0
+
+    for i in indices:
+        wrapped[i].zero_grad()
+    made.step(x[rows], target=y[rows])
+    for i in indices:
+        wanted = dict(reference[i].named_parameters())
+        for name, p in wrapped[i].named_parameters():
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            assert_close(grad, wanted[plain(name)].grad, f"stage {i} {name}")
+
+
+@pytest.mark.parametrize("where", ["forward", "inputs"])
+@pytest.mark.parametrize(
+    ("schedule", "wrapper"),
+    [("1F1B", "ddp"), ("ZBVZeroBubble", "ddp"), ("Interleaved1F1B", "fsdp")],
+)
+def test_a_fault_in_one_replica_reaches_the_others(schedule: str, wrapper: str, where: str) -> None:
+    run_on_ranks(4, fault_in_one_replica, schedule, wrapper, where)

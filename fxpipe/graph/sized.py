@@ -45,6 +45,7 @@ _STEPS = (1, 2, 3, 4, 5, 7, 8, 11, 13, 16, 21, 29, 34, 47, 64, 96, 160, 233, 377
 _TIMES = (2, 3, 4, 5, 6, 7, 9, 11)
 _FAR = 2048
 _MOST_RUNS = 16
+_SOME = 48
 
 
 def exprs_in(value: Any, env: ShapeEnv) -> list[Any]:
@@ -169,8 +170,11 @@ class _Learner:
             for symbol in self._bases[rule.base].free_symbols
         )
         pool, bases = self._pool(used)
-        untried = (run for run in range(len(pool)) if run not in self._tried)
-        run = most_telling(candidates, bases, untried)
+        untried = [run for run in range(len(pool)) if run not in self._tried]
+        simplest = [rules[:_SOME] for rules in candidates]  # enough to choose by, at first
+        run = most_telling(simplest, bases, untried)
+        if run is None:
+            run = most_telling(candidates, bases, untried)
         if run is None:
             return self._halving(candidates)
         self._tried.add(run)

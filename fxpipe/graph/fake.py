@@ -59,7 +59,7 @@ def probe(
     mode = _mode_of(inputs) or fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
-        stack.enter_context(intercepted(module, Quiet()))
+        stack.enter_context(intercepted(module, _Casting()))
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         state = FakeState(mode, module, all_trainable=False)
@@ -109,6 +109,35 @@ class Quiet:
     def on_autocast(self, region: Any, entering: bool) -> None: ...
 
     def on_kept(self, module: nn.Module) -> None: ...
+
+
+class _Casting(Quiet):
+    """Casts like the hooks of sharded modules with mixed precision, which do not run."""
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        policy = _precision_of(module)
+        if policy is None:
+            return call(*args, **kwargs)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = map_leaves(_cast_to(policy.param_dtype), (args, kwargs))
+        output = call(*args, **kwargs)
+        if policy.output_dtype is not None:
+            output = map_leaves(_cast_to(policy.output_dtype), output)
+        return output
+
+
+def _precision_of(module: nn.Module) -> Any:
+    """The mixed-precision policy of a module wrapped by `fully_shard`, else None."""
+    find = getattr(module, "_get_fsdp_state", None)
+    return None if find is None else getattr(find(), "_mp_policy", None)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    return cast
 
 
 def fake_mode() -> FakeTensorMode:
@@ -170,22 +199,33 @@ class FakeState:
         self.is_sharded = False  # a run on the real tensors would start collectives
         self._all_trainable = all_trainable
         with mode:
-            for part in module.modules():
-                for place in (part._parameters, part._buffers, part.__dict__):
-                    self._slots += self._slots_in(place)
+            self._find(module, None, set())
 
-    def _slots_in(self, place: dict[str, Any]) -> Iterator[Slot]:
+    def _find(self, module: nn.Module, gathered: torch.dtype | None, seen: set[int]) -> None:
+        """Find the tensors of a module; `gathered` is what sharded parameters become."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        policy = _precision_of(module)
+        gathered = gathered if policy is None else policy.param_dtype
+        for place in (module._parameters, module._buffers, module.__dict__):
+            self._slots += self._slots_in(place, gathered)
+        for child in module.children():
+            self._find(child, gathered, seen)
+
+    def _slots_in(self, place: dict[str, Any], gathered: torch.dtype | None) -> Iterator[Slot]:
         for key, value in place.items():
             if not isinstance(value, torch.Tensor):
                 continue
             sharded = local_tensor(value) is not value
             self.is_sharded |= sharded
             if sharded or _is_plain(value):
-                yield Slot(place, key, value, self._fake_of(value))
+                becomes = gathered if sharded and _is_float(value) else None
+                yield Slot(place, key, value, self._fake_of(value, becomes))
 
-    def _fake_of(self, real: torch.Tensor) -> torch.Tensor:
+    def _fake_of(self, real: torch.Tensor, becomes: torch.dtype | None) -> torch.Tensor:
         if id(real) not in self._fakes:
-            dtype = self._cast.get(real.dtype, real.dtype)
+            dtype = becomes or self._cast.get(real.dtype, real.dtype)
             made = torch.empty_strided(
                 real.shape, real.stride(), dtype=dtype, device=on_trace_device(real)
             )

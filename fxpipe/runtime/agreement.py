@@ -31,7 +31,7 @@ from fxpipe.runtime.plan import (
     check_inputs_agree,
     raise_together,
 )
-from fxpipe.runtime.sync import NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.sync import NoSync, expect_collectives, gathered_dtypes, grad_sync
 
 __all__ = ["make_plan"]
 
@@ -237,6 +237,7 @@ class _Maker:
                 for t in (*stage.submod.parameters(), *stage.submod.buffers())
                 if t.is_floating_point()
             ]
+            floats += gathered_dtypes(stage.submod)
             mine[index] = Facts(
                 any(p.requires_grad for p in stage.submod.parameters()),
                 any(x.requires_grad for x in leaves),

@@ -23,7 +23,15 @@ from fxpipe.runtime.replicas import Replicas
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["DdpSync", "FsdpSync", "GradSync", "NoSync", "expect_collectives", "grad_sync"]
+__all__ = [
+    "DdpSync",
+    "FsdpSync",
+    "GradSync",
+    "NoSync",
+    "expect_collectives",
+    "gathered_dtypes",
+    "grad_sync",
+]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -166,7 +174,7 @@ class FsdpSync:
 
     def end(self) -> None:
         for root in self._roots:
-            if not self._reduced:
+            if not self._reduced and root._get_fsdp_state()._is_root is not None:  # it has run
                 root.reset_iter_state()
                 _drop_partial_gradients(root)
             root.set_is_last_backward(True)
@@ -187,6 +195,14 @@ def grad_sync(module: nn.Module) -> GradSync:
     if fsdp:
         return FsdpSync(fsdp)
     return NoSync()
+
+
+def gathered_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """What sharded parameters are cast to for computing, where that is another dtype."""
+    roots = _fsdp_roots(module)
+    states = [part._get_fsdp_state() for root in roots for part in _fsdp_modules(root)]
+    found = [state._mp_policy.param_dtype for state in states]
+    return [dtype for dtype in found if dtype is not None]
 
 
 def expect_collectives(sync: GradSync, program: Program, stage: int) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class
+from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class, pipeline
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
@@ -71,6 +71,50 @@ def test_ddp_stages_average_over_replicas(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_fsdp_stages_average_over_replicas(schedule: str) -> None:
     run_on_ranks(4, two_by_two, schedule, "fsdp")
+
+
+def mixed_precision(rank: int, schedule: str, is_traced: bool) -> None:
+    """FSDP2 with bfloat16 parameters and float32 gradients, close to the plain float32 model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    indices, num_stages = layout(schedule, place, 2)
+    modules = [block.float() for block in blocks(num_stages)]
+    x, y = rand(16, 8).float(), rand(16, 8, seed=2).float()
+    reference, output = plain_gradients(modules, x, y)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = DeviceMesh.from_group(dp[place], "cpu")
+    if is_traced:
+        pipe = pipeline(nn.Sequential(*modules), (x[:2],), num_stages=num_stages)
+        held = {i: pipe.get_stage_module(i) for i in indices}
+        for module in held.values():
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        stages = [pipe.build_stage(i, "cpu", pp[replica]) for i in indices]
+    else:
+        held = {i: fully_shard(modules[i], mesh=mesh, mp_policy=policy) for i in indices}
+        stages = [PipelineStage(held[i], i, num_stages, "cpu", group=pp[replica]) for i in indices]
+    made = get_schedule_class(schedule)(stages, 4, loss_fn=lambda o, t: mse(o.float(), t))
+    rows = slice(8 * replica, 8 * replica + 8)
+    found = made.step(x[rows], target=y[rows])
+    if num_stages - 1 in indices:
+        assert found.dtype is torch.bfloat16
+        assert_close(found.float(), output[rows], "output", 2e-2)
+    for i in indices:
+        wanted = dict(reference[i].named_parameters())
+        for name, p in held[i].named_parameters():
+            grad = p.grad.full_tensor()
+            assert grad.dtype is torch.float32
+            inside = name.split(".", 1)[1] if is_traced else name
+            assert_close(grad, wanted[inside].grad, f"stage {i} {name}", 2e-2)
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["hand-written", "traced"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_fsdp_with_mixed_precision(schedule: str, is_traced: bool) -> None:
+    run_on_ranks(4, mixed_precision, schedule, is_traced)
 
 
 class Faulty(nn.Module):

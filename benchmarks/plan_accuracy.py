@@ -4,7 +4,7 @@
 
 In each round both processes profile the model's parts at the same time and run one step of
 every option of the plan, so that a change of the machine's load meets all alike. A step takes as
-long as on its slower rank; times are the least over the rounds. Printed: the error of each
+long as on its slower rank; times are means over the rounds. Printed: the error of each
 prediction, the median error, and how far the first choice by the measured parts is from the
 best measured option.
 """
@@ -62,23 +62,26 @@ def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def _shared(own: list[Profile], link: Link) -> Profile:
-    """The least that a process measured in any round, while both were busy."""
+    """The mean of what both processes measured in all rounds, while both were busy.
+
+    The mean, since a part that others interrupt now and then takes longer on average, and so
+    does the step that consists of it.
+    """
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, [found.to_json() for found in own])
     every = [Profile.from_json(text) for texts in gathered for text in texts]
 
-    def least(node: str, size: int) -> Measured:
+    def mean(node: str, size: int) -> Measured:
         found = [p.parts[node][size] for p in every]
         return Measured(
-            min(m.forward for m in found),
-            min(m.backward_input for m in found),
-            min(m.backward_input + m.backward_weight for m in found)
-            - min(m.backward_input for m in found),
+            statistics.fmean(m.forward for m in found),
+            statistics.fmean(m.backward_input for m in found),
+            statistics.fmean(m.backward_weight for m in found),
         )
 
     first = every[0]
     parts = {
-        node: {size: least(node, size) for size in found} for node, found in first.parts.items()
+        node: {size: mean(node, size) for size in found} for node, found in first.parts.items()
     }
     return Profile(first.fingerprint, first.device, first.opened, parts, link)
 
@@ -136,7 +139,7 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
         profiles.append(
             profile(
                 model, example[0], example_kwargs=example[1], batch_sizes=(MICROBATCH,),
-                repeats=5, cache=False,
+                repeats=6, average=statistics.fmean, cache=False,
             )
         )  # fmt: skip
         for times, run in zip(taken, runs, strict=True):
@@ -147,7 +150,7 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             if turn:
                 times.append(seconds.item())
-    latency = min(link.latency for link in links)
+    latency = statistics.median(link.latency for link in links)
     link = Link(latency, statistics.median(link.bytes_per_time for link in links))
     measured = _shared(profiles[1:], link)
     return [
@@ -156,7 +159,7 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
             "latency": link.latency,
             "option": str(found.options[choice].candidate),
             "predicted": _predicted(found, choice, measured),
-            "measured": min(times),
+            "measured": statistics.fmean(times),
         }
         for choice, times in enumerate(taken)
     ]
@@ -180,7 +183,7 @@ def _serve(rank: int, port: int, names: Sequence[str], rounds: int, answers: Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
     options = parser.parse_args(argv)
     with socket.socket() as free:

@@ -175,10 +175,10 @@ class Profile:
 
 
 def fingerprint_of(
-    traced: TracedGraph, batch_sizes: Sequence[int], device: torch.device, repeats: int
+    traced: TracedGraph, batch_sizes: Sequence[int], device: torch.device, runs: str
 ) -> str:
     """Equal where a measurement can be taken over: same parts, shapes, device and torch."""
-    lines: list[Any] = [torch.__version__, torch.get_num_threads(), _device_name(device), repeats]
+    lines: list[Any] = [torch.__version__, torch.get_num_threads(), _device_name(device), runs]
     lines += [sorted(traced.opened), dict(traced.hints), list(batch_sizes)]
     lines += [
         (name, type(part).__qualname__, part.training)

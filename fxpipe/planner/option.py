@@ -141,7 +141,9 @@ def loss_of(option: Option, best: Option, limit: float) -> str:
     mine, its = _parts(option), _parts(best)
     growth = [a - b for a, b in zip(mine, its, strict=True)]
     words = (
-        "more to compute" if option.candidate.checkpointing == "none" else "it computes twice",
+        "more to compute"
+        if option.candidate.checkpointing == "none"
+        else "it computes forwards again",
         "its ranks are less even",
         "its ranks wait more",
         "gradients and optimizer take longer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from fxpipe.graph.cut import Assignment
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.nodecost import PHASES
 from fxpipe.planner.option import Option
-from fxpipe.planner.plan_text import plan_text
+from fxpipe.planner.plan_text import summary_lines
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
@@ -33,7 +34,11 @@ def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) ->
     candidates = [
         (name, *option.timeline(plan.hardware)) for name, option in zip(names, shown, strict=True)
     ]
-    notes = [line for line in plan_text(plan, others=0).splitlines() if line.strip()]
+    notes = summary_lines(plan)
+    notes.append(
+        "Memory curves are of activations and transfers; weights, gradients and the "
+        "optimizer come on top."
+    )
     if shown[0].candidate != plan.best.candidate:
         count = plan.best.candidate.num_microbatches
         notes.append(f"Timelines are drawn with fewer than the {count} microbatches of the plan.")
@@ -55,8 +60,6 @@ def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) ->
 
 def _shortened(option: Option) -> Option:
     """The option with so few microbatches that its program can be looked at."""
-    from dataclasses import replace
-
     candidate = option.candidate
     most = max(_MOST_ACTIONS // (2 * candidate.num_stages), 2 * candidate.pipeline)
     if candidate.num_microbatches <= most:

@@ -14,7 +14,15 @@ from fxpipe.planner.option import Option, loss_of
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
 
-__all__ = ["bytes_text", "plan_html", "plan_text", "seconds_text", "shortage_text", "table_rows"]
+__all__ = [
+    "bytes_text",
+    "plan_html",
+    "plan_text",
+    "seconds_text",
+    "shortage_text",
+    "summary_lines",
+    "table_rows",
+]
 
 
 def bytes_text(count: float) -> str:
@@ -60,6 +68,11 @@ def plan_text(plan: Plan, *, others: int = 10) -> str:
     if others:
         lines += ["", *_other_lines(plan, others)]
     return "\n".join(lines)
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """The text without its tables."""
+    return [*_head(plan), _cut_lines(plan.best)[0], _memory_line(plan.best)]
 
 
 def _head(plan: Plan) -> list[str]:

@@ -9,7 +9,7 @@ Out: a `Profile`: for each kind of part the seconds of its forward and of both h
 
 Equal parts are measured once, on a copy of the first of them with made-up weights if it is on the
 meta device, so that a model need not fit. Results are cached by a fingerprint of model, shapes
-and device. A time is the median of several runs.
+and device.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def profile(
     batch_sizes: Iterable[int] | None = None,
     device: torch.device | str = "cpu",
     repeats: int = 7,
+    average: Callable[[Sequence[float]], float] = statistics.median,
     link: Link | None = None,
     cache: bool | str | os.PathLike[str] = True,
     progress: Progress | bool = False,
@@ -64,7 +65,8 @@ def profile(
         batch_sizes: microbatch sizes to measure, by default that of the example and its
             double. Times of others follow a line through them.
         device: where to measure.
-        repeats: runs of each part; the median counts.
+        repeats: runs of each part.
+        average: what counts of them; the mean is right where others always use the machine too.
         link: what was measured between two processes; see `fxpipe.runtime.links`.
         cache: whether to use and keep results, or the folder for them; by default
             $FXPIPE_CACHE or ~/.cache/fxpipe.
@@ -76,14 +78,14 @@ def profile(
     where = torch.device(device)
     traced = capture(model, example_args, example_kwargs, opened=opened_for(model, sys.maxsize))
     sizes = _batch_sizes(traced, batch_sizes)
-    fingerprint = fingerprint_of(traced, sizes, where, repeats)
+    fingerprint = fingerprint_of(traced, sizes, where, f"{repeats} {average.__name__}")
     folder = _folder(cache)
     kept = None if folder is None else folder / f"profile-{fingerprint}.json"
     if kept is not None and kept.is_file():
         with contextlib.suppress(PlanError):
             return Profile.load(kept).with_link(link)
     with _shown(progress) as tell:
-        parts = _measure_all(traced, sizes, where, repeats, tell)
+        parts = _measure_all(traced, sizes, where, repeats, average, tell)
     found = Profile(fingerprint, str(where), tuple(sorted(traced.opened)), parts, link)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +134,7 @@ def _measure_all(
     batch_sizes: Sequence[int],
     device: torch.device,
     repeats: int,
+    average: Callable[[Sequence[float]], float],
     tell: Progress,
 ) -> dict[str, dict[int, Measured]]:
     """For each node, by batch size, what was measured for it or for an equal one."""
@@ -145,7 +148,7 @@ def _measure_all(
         for node in nodes:
             key = bench.key(node, sizes)
             if key is None or key not in known:
-                result = _measure(bench, node, sizes, repeats)
+                result = _measure(bench, node, sizes, repeats, average)
                 if key is not None:
                     known[key] = result
             else:
@@ -156,7 +159,13 @@ def _measure_all(
     return found
 
 
-def _measure(bench: Bench, node: fx.Node, sizes: Mapping[str, int], repeats: int) -> Measured:
+def _measure(
+    bench: Bench,
+    node: fx.Node,
+    sizes: Mapping[str, int],
+    repeats: int,
+    average: Callable[[Sequence[float]], float],
+) -> Measured:
     if node.meta.get("only") is False:
         return Measured(0.0, 0.0, 0.0)
     module = None
@@ -180,9 +189,7 @@ def _measure(bench: Bench, node: fx.Node, sizes: Mapping[str, int], repeats: int
         raise PlanError(f"{node.target} does not run alone on {bench.device}: {error}") from error
     finally:
         torch.set_rng_state(rng)
-    forward, backward_input, backward = (
-        statistics.median(part) for part in zip(*runs, strict=True)
-    )
+    forward, backward_input, backward = (average(part) for part in zip(*runs, strict=True))
     if not backward_input:
         return Measured(forward, 0.0, backward, float(seen.kept_inside))
     weight = max(backward - backward_input, 0.0)

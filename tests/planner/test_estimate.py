@@ -12,6 +12,7 @@ from fxpipe.planner.cost import GraphCosts
 from fxpipe.planner.estimate import Memory, predict, rank_memory
 from fxpipe.planner.hardware import HARDWARE
 from fxpipe.planner.partition import partition
+from fxpipe.planner.plan import plan
 from fxpipe.planner.search import _extended
 from fxpipe.planner.stage_numbers import StageNumbers, numbers_of
 from fxpipe.planner.workload import Training, workload_of
@@ -71,6 +72,35 @@ def test_memory_of_the_fullest_rank_is_predicted_within_a_tenth(name, schedule):
     predicted, tracked = predicted_and_tracked(name, schedule, 2, 4)
 
     assert max(predicted) == pytest.approx(max(tracked), rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_memory_with_checkpointing_is_predicted_within_a_tenth(mode):
+    made, length = models.load("gpt"), {"length": 32}
+    model = made.build(**SIZES["gpt"])
+    found = plan(
+        model, made.example_inputs(ROWS, **length)[0], "cpu core", 4, 16, data_parallel=1,
+        microbatch_sizes=(ROWS,), stages_per_rank=(1, 2), optimizer="none", checkpointing=mode,
+        schedules=["1F1B", "ZBH1", "GPipe", "ZBV"],
+    )  # fmt: skip
+    args, _ = made.example_inputs(16, **length)
+    target = torch.zeros(16)
+
+    assert len({option.candidate.schedule for option in found.options}) == 4
+    for choice, option in enumerate(found.options):
+        run = found.build(
+            choice=choice, loss_fn=lambda output, target: output.float().sum()
+        ).schedule
+        run.record_timeline()
+        run.step(*args, target=target, return_outputs=False)
+        model.zero_grad(set_to_none=True)
+        with RankMemory(run, [*model.parameters(), *model.buffers(), *args, target]) as memory:
+            run.step(*args, target=target, return_outputs=False)
+        model.zero_grad(set_to_none=True)
+        spans = run.timeline.spans
+        ranks = rank_memory(run.program, spans, option.stages, option.edge_bytes, copies=False)
+        predicted = [rank.total - rank.weights for rank in ranks]
+        assert predicted == pytest.approx(memory.peak, rel=0.1), str(option.candidate)
 
 
 def equal_stages(count):

@@ -172,7 +172,7 @@ def classified(runs: dict[str, dict[str, str]]) -> dict[str, list[str]]:
             found[UNCUT].append(name)
         elif not failed:
             found[WHOLE].append(name)
-        elif refused and failed.keys() <= {"batch", "length"}:
+        elif refused and failed.keys() <= {"values", "batch", "length"}:
             found[SIZES].append(name)
         else:
             found[FAIL].append(name)

@@ -42,7 +42,7 @@ from fxpipe.graph.place import is_users, user_frame
 from fxpipe.graph.shapes import Sizes
 from fxpipe.graph.statewrites import StateWatch
 from fxpipe.graph.structure import has_tensor, map_leaves, walk
-from fxpipe.graph.substitutes import substitute
+from fxpipe.graph.substitutes import stacked, stacked_indices, substitute
 from fxpipe.graph.surroundings import Surroundings
 from fxpipe.graph.tape import Tape, UnknownTensorError
 from fxpipe.graph.values import ExampleValues, NoValueError, has_unbacked
@@ -99,6 +99,7 @@ class Trace(TorchFunctionMode):
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
         func = substitute(func, args)
+        args = stacked_indices(func, args, self._stacked)
         if self._leaf_stack:
             self._leaves.touch((*args, *kwargs.values()))
             output = func(*args, **kwargs)
@@ -106,6 +107,9 @@ class Trace(TorchFunctionMode):
             output = self._operation(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)
         return output
+
+    def _stacked(self, values: Any) -> Any:
+        return stacked(values) if self._leaf_stack else self._operation(stacked, (values,), {})
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = self._name_of(module)

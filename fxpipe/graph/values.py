@@ -245,7 +245,9 @@ class ExampleValues:
             if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
                 made = made_up(shape, dtype=leaf.dtype)
                 return grown(made) if leaf.requires_grad else made
-            return torch.zeros(shape, dtype=leaf.dtype)
+            # As a mask or an index this could decide a size: never the same twice.
+            whole = torch.ones if made_up is torch.ones else torch.zeros
+            return whole(shape, dtype=leaf.dtype)
 
         return map_leaves(one, value)
 
@@ -277,7 +279,8 @@ class ExampleValues:
             if node not in needed and node not in done:
                 self._check(node)
                 needed.add(node)
-                stack.extend(node.all_input_nodes)
+                if not _asks_for_size(node):
+                    stack.extend(node.all_input_nodes)
         return needed
 
     def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, Any]) -> Any:
@@ -310,6 +313,8 @@ class ExampleValues:
                 raise NoValueError
             return buffer.clone()
         values = self._sizes_at(scale)
+        if _asks_for_size(node):
+            done = {**done, **{s: self._blank(s, values) for s in node.all_input_nodes}}
         args, kwargs = self._arguments((node.args, node.kwargs), values, done)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -317,6 +322,14 @@ class ExampleValues:
             return self._module.get_submodule(str(node.target))(*args, **kwargs)
         target: Any = node.target
         return target(*args, **kwargs)
+
+    def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> Any:
+        """Return a tensor of a node's size, for code that does not look at its values."""
+        fake = node.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            raise NoValueError
+        shape = [_number_at(self._expr(size), values) for size in fake.shape]
+        return torch.zeros(shape, dtype=fake.dtype)
 
     def _input(self, name: str, scale: int) -> Any:
         copies = scale * self._repeat
@@ -373,6 +386,15 @@ def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
     if not found.is_number:
         raise NoValueError
     return int(found) if found.is_integer else float(found)
+
+
+_LIKE = {
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+
+
+def _asks_for_size(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", node.target) in _LIKE
 
 
 def _is_count(args: Any) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe import InputError, TraceError, pipe_split, pipeline
+from fxpipe import InputError, SplitError, TraceError, pipe_split, pipeline
 from tests.parity import assert_parity
 
 
@@ -101,6 +101,41 @@ def test_size_that_depends_on_data_grows_with_the_batch() -> None:
         pipe(rows(4), torch.tensor([True, False, False, False]))
 
 
+class KeepsByActivation(TwoParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x[x.sum(1) > 0]
+        pipe_split()
+        return self.last(x)
+
+
+def test_size_that_depends_on_an_activation_is_an_error() -> None:
+    # The mask was made up, and no size but zero was tried.
+    with pytest.raises(SplitError, match="depends on the data"):
+        pipeline(KeepsByActivation(), (rows(4),))
+
+
+class KeepsByShape(TwoParts):
+    def forward(self, x: Tensor, dropped: Tensor) -> Tensor:
+        x = self.first(x)
+        kept = torch.ones_like(x[:, 0]).bool()
+        kept[dropped] = False
+        x = x[kept]
+        pipe_split()
+        return self.last(x)
+
+
+def test_mask_that_is_only_shaped_like_an_activation_has_a_value() -> None:
+    model = KeepsByShape()
+    plain = copy.deepcopy(model)
+    dropped = torch.tensor([1])
+
+    pipe = pipeline(model, (rows(4), dropped))
+
+    assert_parity(plain, pipe, (rows(4), dropped))
+    assert_parity(plain, pipe, (rows(4, seed=1), torch.tensor([3])))
+
+
 class Packed(nn.Module):
     """Not opened: works on segments whose lengths are data."""
 
@@ -136,13 +171,15 @@ def test_leaf_that_needs_values_gets_those_of_the_example() -> None:
 
 
 class Counts(TwoParts):
-    """`.tolist()`, and a tensor made of tensors."""
+    """`.tolist()`, a tensor made of tensors, and an index made of tensors."""
 
     def forward(self, x: Tensor, marks: Tensor) -> Tensor:
         starts = [torch.argmax(row) for row in marks]
         offsets = torch.tensor(starts, dtype=x.dtype)
         steps = sum(marks[0].tolist())
-        x = self.first(x) + offsets.mean()
+        table = torch.zeros(4, 4, dtype=x.dtype)
+        table[starts, [torch.zeros_like(start) for start in starts]] = 1.0
+        x = self.first(x) @ table + offsets.mean()
         pipe_split()
         for _ in range(steps):
             x = torch.tanh(self.last(x))

@@ -9,7 +9,7 @@ length. A short list runs always, everything that is known to pass in the full r
 import pytest
 
 from tests.graph.hf.check import Report, check
-from tests.graph.hf.known import FIXED_SIZES, FULL, IN_FOUR, IN_TWO
+from tests.graph.hf.known import FIXED_SIZES, FULL, FULL_IN_FOUR, IN_FOUR, IN_TWO
 from tests.graph.hf.registry import case
 
 
@@ -37,7 +37,7 @@ def test_two_stages_equal_plain_everywhere(model_type):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", [*IN_TWO, *FULL])
+@pytest.mark.parametrize("model_type", [*IN_TWO, *FULL_IN_FOUR])
 def test_four_stages_equal_plain_everywhere(model_type):
     assert measured(model_type, 4).failures == {}
 
@@ -49,7 +49,7 @@ def test_other_sizes_are_right_or_refused(model_type):
     # they must be right; with others a clear refusal is allowed, a wrong result is not.
     failures = measured(model_type, 2).failures
 
-    assert set(failures) <= {"batch", "length"}
+    assert set(failures) <= {"values", "batch", "length"}
     assert all(
         reason.startswith(("PipeliningShapeError", "InputError")) for reason in failures.values()
     )

@@ -217,9 +217,13 @@ def each_schedule() -> str:
         timeline = timeline_text(simulate(info(3, 3 * per_rank, 6))).rstrip()
         row = re.search(rf"^\| `{info.name}`[^|]* \| ([^|]+) \| ([^|]+) \|$", page, re.MULTILINE)
         formulas = f"Idle share {row[1]}; memory {row[2]}.\n\n" if row else ""
+        picture = f"pictures/schedule-{info.name.lower()}.svg"
+        assert (SCHEDULE_PAGE.parent / picture).is_file()
         sections.append(
             f"### {info.name}\n\n{class_text(info.name)} {info.description} "
-            f"**When:** {info.when_to_use}\n\n{formulas}```text\n{timeline}\n```\n"
+            f"**When:** {info.when_to_use}\n\n{formulas}"
+            f"![{info.name} on four ranks, eight microbatches]({picture})\n\n"
+            f"```text\n{timeline}\n```\n"
         )
     return "\n".join(sections)
 

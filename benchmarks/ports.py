@@ -1,8 +1,13 @@
-"""Find a port for the processes of a benchmark."""
+"""Start the processes of a benchmark: a port to meet at, and how each joins."""
 
+import os
 import socket
+import warnings
 
-__all__ = ["free_port"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["free_port", "join"]
 
 
 def free_port() -> int:
@@ -10,3 +15,11 @@ def free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
+
+
+def join(rank: int, port: int, *, num_ranks: int = 2) -> None:
+    """Make this process a rank of a gloo group, with one thread and without warnings."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)

@@ -10,7 +10,6 @@ gradients and inputs are among them, and are the same for both.
 
 import argparse
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ports import free_port
+from benchmarks.ports import free_port, join
 from benchmarks.step_overhead import SCHEDULES, make
 
 
@@ -58,10 +57,7 @@ def peak(package: Any, schedule: str, rank: int, options: argparse.Namespace) ->
 
 
 def run(rank: int, port: int, options: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join(rank, port)
     from torch.distributed import pipelining as peer
 
     import fxpipe

@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import time
-import warnings
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from benchmarks.ports import free_port
+from benchmarks.ports import free_port, join
 
 SCHEDULES = (
     "GPipe",
@@ -92,10 +91,7 @@ def measure(step: Any, options: argparse.Namespace) -> float:
 
 
 def run(rank: int, port: int, options: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    join(rank, port)
     from torch.distributed import pipelining as peer
 
     import fxpipe

@@ -28,7 +28,7 @@ _METADATA_METHODS = {
 
 
 # Functions for which torch insists on all sizes where only some matter.
-INSISTENT = ("pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
+INSISTENT = ("pad", "pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
 
 
 def is_metadata(func: Any) -> bool:

@@ -241,7 +241,11 @@ def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> C
     @functools.wraps(original)
     def decide(self: Any) -> Any:
         if here():
-            seer.on_decision(self)
+            # `if size` only asks whether it is zero.
+            is_number = original.__name__ == "__bool__" and not isinstance(self, torch.SymBool)
+            asked = self != 0 if is_number else self
+            if not isinstance(asked, bool):
+                seer.on_decision(asked)
         return original(self)
 
     return decide

@@ -252,3 +252,22 @@ def test_operators_with_a_number_on_the_left() -> None:
     plain = copy.deepcopy(model)
 
     assert_parity(plain, pipeline(model, (rows(3),)), (rows(3),))
+
+
+class AsksForEmptiness(TwoParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if all(x.shape):
+            x = nn.functional.pad(x, (0, 0, 1, 0))
+        pipe_split()
+        return self.last(x)
+
+
+def test_asking_whether_a_size_is_zero_does_not_fix_it() -> None:
+    # `if size` counted as asking for the number, and pad insisted on all sizes.
+    model = AsksForEmptiness()
+    plain = copy.deepcopy(model)
+
+    pipe = pipeline(model, (rows(3),))
+
+    assert_parity(plain, pipe, (rows(5, seed=1),))

@@ -7,7 +7,15 @@ absolute times depend on the machine and mean little.
 import subprocess
 import sys
 
-ALL = ("tracing", "program_scaling", "split_backward", "step_overhead")
+ALL = (
+    "tracing",
+    "program_scaling",
+    "split_backward",
+    "step_overhead",
+    "step_memory",
+    "auto_split",
+    "plan_accuracy",
+)
 
 
 def main() -> int:

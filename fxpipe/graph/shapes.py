@@ -19,7 +19,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -145,6 +144,9 @@ class Sizes:
 
     def _symbol(self, name: str, example: int) -> torch.SymInt:
         if name not in self._sizes:
+            # Importing it takes longer than importing torch, and only a trace needs it.
+            from torch._dynamo.source import ConstantSource
+
             # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
             hint = max(example, 2)
             source = ConstantSource(name)

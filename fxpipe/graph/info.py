@@ -12,7 +12,6 @@ later run cuts the same way without looking for the best cut again:
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture import TracedGraph
@@ -146,7 +144,8 @@ class SavedSplit:
         """
         names = {node.name for node in traced.graph.nodes}
         gone = sorted(set(self.stage_of) - names)
-        new = [n.name for n in work_nodes(traced) if n.name not in self.stage_of and not _part(n)]
+        needed = [n.name for n in work_nodes(traced) if not n.meta.get("accessor")]
+        new = [name for name in needed if name not in self.stage_of]
         if new or gone:
             lines = [f"  not in the plan: {_some(new)}"] if new else []
             lines += [f"  only in the plan: {_some(gone)}"] if gone else []
@@ -156,11 +155,6 @@ class SavedSplit:
                 + "\nsplit the model anew and save that plan"
             )
         return Assignment(dict(self.stage_of))
-
-
-def _part(node: fx.Node) -> bool:
-    """Whether a node only takes a part of another's result, wherever it is needed."""
-    return node.target is operator.getitem
 
 
 def _some(names: list[str]) -> str:

@@ -30,7 +30,8 @@ _WORDS = {"max", "min", "ceil_div", "and", "or", "not"}
 def written(info: PipeInfo, *, strict: bool = True) -> str:
     """Write a plan as JSON.
 
-    Unless `strict`, an input without a JSON form is written as the name of its type.
+    Unless `strict`, an input without a JSON form is written as the name of its type, and
+    reasons, which name places in files, are left out: what ranks compare.
 
     Raises:
         InputError: an input has no JSON form.
@@ -119,7 +120,10 @@ class _Writer:
             ],
             "example": {name: self._value(value, name) for name, value in inputs.example.items()},
             "conditions": [self._size(condition) for condition in inputs.conditions],
-            "sizes": [[s.input, s.dim, self._size(s.size), s.reason] for s in inputs.sizes],
+            "sizes": [
+                [s.input, s.dim, self._size(s.size), s.reason if self._strict else ""]
+                for s in inputs.sizes
+            ],
         }
 
     def _value(self, value: Any, name: str | None) -> Any:

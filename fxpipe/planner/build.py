@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpipe.errors import PlanError
-from fxpipe.graph.capture import TracedGraph, capture
-from fxpipe.graph.cut import Assignment
-from fxpipe.graph.flow import work_nodes
+from fxpipe.errors import PlanError, SplitError
+from fxpipe.graph.capture import capture
+from fxpipe.graph.info import SavedSplit
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.checkpointing import apply_checkpointing
 from fxpipe.planner.option import Option
@@ -171,16 +170,7 @@ def _pipe(plan: Plan, option: Option, given: Given | None) -> Pipe:
         model, args, kwargs = given
         traced = capture(model, args, kwargs, opened=set(plan.opened))
     stage_of = {name: stage for stage, names in enumerate(option.nodes) for name in names}
-    _check_nodes(traced, stage_of)
-    return Pipe(traced, Assignment(stage_of))
-
-
-def _check_nodes(traced: TracedGraph, stage_of: Mapping[str, int]) -> None:
-    names = {node.name for node in work_nodes(traced) if not node.meta.get("accessor")}
-    extra, lost = sorted(names - set(stage_of)), sorted(set(stage_of) - names)
-    if extra or lost:
-        raise PlanError(
-            "this is not the model that was planned: "
-            f"{len(extra)} operations are new ({', '.join(extra[:3]) or 'none'}), "
-            f"{len(lost)} are gone ({', '.join(lost[:3]) or 'none'}); plan it again"
-        )
+    try:
+        return Pipe(traced, SavedSplit(frozenset(plan.opened), stage_of)(traced))
+    except SplitError as error:
+        raise PlanError(f"this is not the model that was planned: {error}") from error

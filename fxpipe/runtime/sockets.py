@@ -34,8 +34,8 @@ from fxpipe.runtime.transport import Incoming, ProcessGroupTransport, TensorShap
 
 __all__ = ["LARGEST", "HostTransport", "connect"]
 
-LARGEST = 1 << 16
-"""Bytes of the largest message that goes over a socket."""
+LARGEST = 1 << 17
+"""Bytes of the largest message that goes over a socket: a few must fit into its buffer."""
 
 _HEADER = struct.Struct("<I")
 _SLICE = 0.1  # seconds between two looks at whether waiting still makes sense
@@ -335,6 +335,7 @@ def connect(control: Control, *, is_wanted: bool) -> dict[int, socket.socket]:
         _answer(listener, secret, {r for r in near if control.rank in calls[r]}, made)
     for one in made.values():
         one.setblocking(False)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
     return made
 
 

@@ -43,7 +43,6 @@ class RankMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self._sweep()
         if self._rank is not None:
             for tensor in tensors_in(output):
                 self._note(tensor, self._rank)
@@ -52,14 +51,22 @@ class RankMemory(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor, rank: int) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if key in self._alive and self._alive[key][0].expired():
+            self._forget(key)  # another storage at the address of one that is gone
         if key in self._ignored or key in self._alive:
             return
         size = storage.nbytes()
         self._alive[key] = (StorageWeakRef(storage), rank, size)
         self._held[rank] += size
-        self.peak[rank] = max(self.peak[rank], self._held[rank])
+        if self._held[rank] > self.peak[rank]:
+            # Only now does it matter what has ended meanwhile.
+            self._sweep()
+            self.peak[rank] = max(self.peak[rank], self._held[rank])
 
     def _sweep(self) -> None:
         for key in [k for k, (ref, _, _) in self._alive.items() if ref.expired()]:
-            _, rank, size = self._alive.pop(key)
-            self._held[rank] -= size
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        _, rank, size = self._alive.pop(key)
+        self._held[rank] -= size

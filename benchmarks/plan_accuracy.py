@@ -12,9 +12,7 @@ best measured option.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 
 import models
+from benchmarks.ports import free_port, join
 from fxpipe.planner.measured import Measured, Profile
 from fxpipe.planner.plan import Plan, plan
 from fxpipe.planner.profile import profile
@@ -166,15 +165,8 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def _serve(rank: int, port: int, names: Sequence[str], rounds: int, answers: Any) -> None:
-    torch.set_num_threads(1)
+    join(rank, port)
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=300),
-    )
     rows = [row for name in names for row in _measure(name, rounds)]
     if rank == 0:
         answers.put(json.dumps(rows))
@@ -186,9 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
     options = parser.parse_args(argv)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import SplitError
+from fxpipe.errors import InputError, SplitError
 from fxpipe.graph.capture import TracedGraph
 from fxpipe.graph.cut import Assignment
 from fxpipe.graph.flow import work_nodes
@@ -120,13 +120,17 @@ class PipeInfo:
     def save(self, path: str | PathLike[str]) -> Path:
         """Write the plan to a JSON file."""
         where = Path(path)
-        where.write_text(self.to_json() + "\n")
+        where.write_text(self.to_json() + "\n", encoding="utf-8")
         return where
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PipeInfo:
         """Read a plan from a JSON file; see `from_json`."""
-        return cls.from_json(Path(path).read_text())
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot read the plan {str(path)!r}: {error}") from error
+        return cls.from_json(text)
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,6 @@ class ProcessGroupTransport:
         self._group = group
         self._timeout = datetime.timedelta(seconds=timeout)
         self._open: set[_Outgoing] = set()
-        self.broken = False
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> _Outgoing:
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
@@ -206,7 +205,6 @@ class ProcessGroupTransport:
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
-            self.broken = True
             text = str(error)
             raise TransportError(peer, text, timed_out="imed out" in text) from error
 

@@ -145,6 +145,11 @@ def test_damaged_plans_are_refused(damage, message):
         PipeInfo.from_json(broken)
 
 
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"cannot read the plan .*nowhere\.json"):
+        PipeInfo.load(tmp_path / "nowhere.json")
+
+
 def test_symbols_with_odd_names_survive():
     class Named(nn.Module):
         def __init__(self):

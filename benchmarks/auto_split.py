@@ -19,14 +19,14 @@ import transformers
 from torch import nn
 
 import models
-from fxpipe.graph.capture import TracedGraph, capture
-from fxpipe.graph.leaves import choose_opened
-from fxpipe.planner.auto_split import DEFAULT_HARDWARE, auto_split
-from fxpipe.planner.cost import GraphCosts
-from fxpipe.planner.partition import partition
-from fxpipe.planner.stage_numbers import numbers_of
-from fxpipe.planner.work import Work
-from fxpipe.planner.workload import Training, Workload, workload_of
+from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.planner.cost.graph_costs import GraphCosts
+from fxpipe.planner.cost.stage_numbers import numbers_of
+from fxpipe.planner.cost.workload import Training, Workload, workload_of
+from fxpipe.planner.partition.partition import partition
+from fxpipe.planner.partition.work import Work
+from fxpipe.planner.search.auto_split import DEFAULT_HARDWARE, auto_split
 
 __all__ = ["LARGE", "balance", "equal_layers", "equal_parameters", "main"]
 

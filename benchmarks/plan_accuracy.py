@@ -25,13 +25,13 @@ from torch import multiprocessing, nn
 
 import models
 from benchmarks.ports import free_port, join
-from fxpipe.planner.measured import Measured, Profile
+from fxpipe.planner.cost.measured import Measured, Profile
+from fxpipe.planner.cost.workload import Training
 from fxpipe.planner.plan import Plan, plan
-from fxpipe.planner.profile import profile
-from fxpipe.planner.search import Pricing, Search
-from fxpipe.planner.workload import Training
+from fxpipe.planner.search.profile import profile
+from fxpipe.planner.search.search import Pricing, Search
 from fxpipe.program import Link
-from fxpipe.runtime.links import measure_link
+from fxpipe.runtime.wire.measure_link import measure_link
 
 __all__ = ["main"]
 

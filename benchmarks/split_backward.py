@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from fxpipe.runtime.backward import (
+from fxpipe.runtime.stage.backward import (
     Deferral,
     backward_full,
     backward_input,

@@ -35,8 +35,8 @@ from fxpipe.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
-from fxpipe.runtime.local import LocalGroup
-from fxpipe.runtime.loss import aux_loss, collect_aux_losses
+from fxpipe.runtime.stage.loss import aux_loss, collect_aux_losses
+from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -59,13 +59,13 @@ from fxpipe.schedules import (
 from fxpipe.stage import PipelineStage, build_stage
 
 if TYPE_CHECKING:
-    from fxpipe.planner.auto_split import auto_split
-    from fxpipe.planner.hardware import Hardware
-    from fxpipe.planner.improve import improve
-    from fxpipe.planner.measured import Profile
-    from fxpipe.planner.partition import partition
+    from fxpipe.planner.cost.hardware import Hardware
+    from fxpipe.planner.cost.measured import Profile
+    from fxpipe.planner.order.improve import improve
+    from fxpipe.planner.partition.partition import partition
     from fxpipe.planner.plan import Plan, plan
-    from fxpipe.planner.profile import profile
+    from fxpipe.planner.search.auto_split import auto_split
+    from fxpipe.planner.search.profile import profile
 
 __version__ = "0.1.0"
 
@@ -73,14 +73,14 @@ configure_from_environment()
 
 # Names of the planner, which is loaded when one of them is first used.
 _PLANNER = {
-    "Hardware": "hardware",
+    "Hardware": "cost.hardware",
     "Plan": "plan",
-    "Profile": "measured",
-    "auto_split": "auto_split",
-    "improve": "improve",
-    "partition": "partition",
+    "Profile": "cost.measured",
+    "auto_split": "search.auto_split",
+    "improve": "order.improve",
+    "partition": "partition.partition",
     "plan": "plan",
-    "profile": "profile",
+    "profile": "search.profile",
 }
 
 

@@ -28,7 +28,7 @@ from fxpipe.errors import InputError, ScheduleError
 from fxpipe.microbatch import Microbatches, merge_chunks
 from fxpipe.program import Action, Kind, Program, Timeline, validate
 from fxpipe.program.generators import get_schedule
-from fxpipe.runtime.arguments import (
+from fxpipe.runtime.agree.arguments import (
     TiedStages,
     action_kind,
     count_microbatches,
@@ -37,11 +37,11 @@ from fxpipe.runtime.arguments import (
     stage_list,
     timeout_seconds,
 )
-from fxpipe.runtime.calls import Call, Options
-from fxpipe.runtime.executor import ActionContext, Hooks
-from fxpipe.runtime.local import LocalGroup
+from fxpipe.runtime.agree.request import Call, Options
 from fxpipe.runtime.norms import clip_gradients, gradient_norm
 from fxpipe.runtime.session import Session
+from fxpipe.runtime.stage.executor import ActionContext, Hooks
+from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.stage import PipelineStage
 
 __all__ = [

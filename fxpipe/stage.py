@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.fronts import ManualFront, TracedFront
-from fxpipe.runtime.local import LocalGroup, resolve_group
+from fxpipe.runtime.stage.stage_kind import ManualFront, TracedFront
+from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo

@@ -14,11 +14,11 @@ import torch
 import typer
 from torch import Tensor
 
-from fxpipe.cli.launch import run_ranks
-from fxpipe.cli.models import ModelRequest
+from fxpipe.cli.named.models import ModelRequest
+from fxpipe.cli.named.pipes import stage_table
 from fxpipe.cli.output import bar, examples, make_table, out, writable
-from fxpipe.cli.pipes import stage_table
-from fxpipe.cli.training import StepReport, Trainer, TrainSettings
+from fxpipe.cli.ranks.launch import run_ranks
+from fxpipe.cli.ranks.training import StepReport, Trainer, TrainSettings
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.program.generators import get_schedule
 

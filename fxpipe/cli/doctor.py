@@ -20,10 +20,10 @@ import typer
 from rich.text import Text
 from torch import Tensor, nn
 
-from fxpipe.cli.launch import RankFailedError, run_ranks
 from fxpipe.cli.options import AsJson
 from fxpipe.cli.output import examples, make_table, out, print_json, working
-from fxpipe.cli.training import join_ranks
+from fxpipe.cli.ranks.launch import RankFailedError, run_ranks
+from fxpipe.cli.ranks.training import join_ranks
 from fxpipe.errors import FxpipeError
 from fxpipe.schedules import Schedule1F1B
 from fxpipe.stage import PipelineStage

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxpipe.cli.models import ModelRequest, resolve
+from fxpipe.cli.named.models import ModelRequest, resolve
 from fxpipe.cli.options import (
     AsJson,
     Dtype,
@@ -41,7 +41,7 @@ plan_examples = examples(
 
 def complete_hardware(incomplete: str) -> list[str]:
     """Presets whose name starts so, for the shell's completion."""
-    from fxpipe.planner.hardware import HARDWARE
+    from fxpipe.planner.cost.hardware import HARDWARE
 
     return [name for name in HARDWARE if name.lower().startswith(incomplete.lower())]
 
@@ -147,7 +147,7 @@ def plan(
         if path is not None and path.suffix.lower() != ending:
             raise InputError(f"a plan is written as {ending} here, but got {path}")
     from fxpipe.planner.plan import plan as make_plan
-    from fxpipe.planner.profile import profile
+    from fxpipe.planner.search.profile import profile
 
     named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype))
     args, kwargs = named.inputs(2)

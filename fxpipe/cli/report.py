@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fxpipe.cli.models import ModelRequest, resolve
+from fxpipe.cli.named.models import ModelRequest, resolve
+from fxpipe.cli.named.pipes import Traced, split_names, trace_model
+from fxpipe.cli.named.programs import default_stages, find_program, is_file_name, read_program
 from fxpipe.cli.options import (
     AsJson,
     Batch,
@@ -22,8 +24,6 @@ from fxpipe.cli.options import (
     complete_schedule,
 )
 from fxpipe.cli.output import examples, print_json, working, writable
-from fxpipe.cli.pipes import Traced, split_names, trace_model
-from fxpipe.cli.programs import default_stages, find_program, is_file_name, read_program
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.graph.interface import StageEdge
 from fxpipe.program import Edge, Edges, Program, Timeline, lower, simulate

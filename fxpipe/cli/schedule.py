@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from fxpipe.cli.named.programs import find_program, read_program
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
 from fxpipe.cli.output import examples, make_table, out, print_json, text_to_write
-from fxpipe.cli.programs import find_program, read_program
 from fxpipe.errors import InputError
 from fxpipe.program import Program, find_faults, lower, simulate, validate
 from fxpipe.program.faults import report as report_faults

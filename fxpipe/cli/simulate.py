@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from fxpipe.cli.named.programs import find_program
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
 from fxpipe.cli.output import examples, make_table, out, print_json, writable
-from fxpipe.cli.programs import find_program
 from fxpipe.errors import InputError
 from fxpipe.program import Link, Placement, Program, StageCost, StageCosts, Timeline
 from fxpipe.program import simulate as run_simulation

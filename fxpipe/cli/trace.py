@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from fxpipe.cli.models import ModelRequest, resolve
+from fxpipe.cli.named.models import ModelRequest, resolve
+from fxpipe.cli.named.pipes import Traced, pipe_json, split_names, stage_table, trace_model
 from fxpipe.cli.options import (
     AsJson,
     Batch,
@@ -20,7 +21,6 @@ from fxpipe.cli.options import (
     Stages,
 )
 from fxpipe.cli.output import examples, out, print_json, working, writable
-from fxpipe.cli.pipes import Traced, pipe_json, split_names, stage_table, trace_model
 
 __all__ = ["draw", "draw_examples", "trace", "trace_examples"]
 

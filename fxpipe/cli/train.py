@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from fxpipe.cli.launch import run_ranks
-from fxpipe.cli.models import ModelRequest
+from fxpipe.cli.named.models import ModelRequest
+from fxpipe.cli.named.pipes import split_names, stage_table
 from fxpipe.cli.options import (
     AsJson,
     Dtype,
@@ -26,8 +26,8 @@ from fxpipe.cli.options import (
     complete_schedule,
 )
 from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
-from fxpipe.cli.pipes import split_names, stage_table
-from fxpipe.cli.training import StepReport, Trainer, TrainSettings, is_rank
+from fxpipe.cli.ranks.launch import run_ranks
+from fxpipe.cli.ranks.training import StepReport, Trainer, TrainSettings, is_rank
 from fxpipe.viz import TimelineView, draw_timeline
 
 __all__ = ["run_train_rank", "train", "train_examples"]

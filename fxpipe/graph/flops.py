@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.graph.fake import probe
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.structure import map_leaves
+from fxpipe.graph.nested import map_leaves
+from fxpipe.graph.sandbox.fake import probe
 
 __all__ = ["forward_flops"]
 

@@ -20,14 +20,14 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.calls import ACCESS, Constant, Rebuild, given
-from fxpipe.graph.capture import TracedGraph
+from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.train_eval import ModeDependent
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.modes import ModeDependent
-from fxpipe.graph.structure import branch, walk
-from fxpipe.graph.tape import last_part
+from fxpipe.graph.nested import branch, walk
+from fxpipe.graph.record.graph_calls import ACCESS, Constant, Rebuild, given
+from fxpipe.graph.record.tape import last_part
 
 __all__ = [
     "Flow",

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import InputError, SplitError
-from fxpipe.graph.capture import TracedGraph
-from fxpipe.graph.cut import Assignment
+from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.inputs import InputSignature, InputSize
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied
@@ -71,7 +71,7 @@ class PipeInfo:
     @property
     def hash(self) -> str:
         """A hash that is equal on all ranks if and only if the plans are."""
-        from fxpipe.graph.planfile import written
+        from fxpipe.graph.saved_split import written
 
         return hashlib.sha256(written(self, strict=False).encode()).hexdigest()[:16]
 
@@ -102,7 +102,7 @@ class PipeInfo:
         Raises:
             InputError: the traced call had an input with no JSON form.
         """
-        from fxpipe.graph.planfile import written
+        from fxpipe.graph.saved_split import written
 
         return written(self)
 
@@ -113,7 +113,7 @@ class PipeInfo:
         Raises:
             InputError: the text is not such a plan.
         """
-        from fxpipe.graph.planfile import read
+        from fxpipe.graph.saved_split import read
 
         return read(text)
 

@@ -20,7 +20,7 @@ from torch import nn
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, solve, symbol, text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.structure import Accessor, branch, has_tensor, map_leaves, walk
+from fxpipe.graph.nested import Accessor, branch, has_tensor, map_leaves, walk
 
 __all__ = [
     "InputSignature",

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from fxpipe.errors import FxpipeError, SplitError
-from fxpipe.graph.capture import TracedGraph, capture
-from fxpipe.graph.cut import Assignment, by_markers, cut
-from fxpipe.graph.describe import readable, table
+from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.graph.capture.opening import ancestors, choose_opened
+from fxpipe.graph.cut.cut import Assignment, by_markers, cut
+from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
 from fxpipe.graph.flops import forward_flops
 from fxpipe.graph.flow import UnknownSizeError
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interfaces, edges_of
-from fxpipe.graph.leaves import ancestors, choose_opened
 from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
-from fxpipe.graph.unflatten import StageModule, build_modules, find_tied
+from fxpipe.graph.pipe_text import readable, table
 
 __all__ = ["Pipe", "PipeInfo", "Stage", "pipeline"]
 
@@ -232,7 +232,7 @@ def _policy(policy: Policy | None, num_stages: int | None) -> Policy:
     if policy is not None:
         return policy
     if num_stages is not None:
-        from fxpipe.planner.auto_split import auto_split
+        from fxpipe.planner.search.auto_split import auto_split
 
         return auto_split(num_stages)
     return by_markers

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import PlanError, SplitError
-from fxpipe.graph.capture import capture
+from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.info import SavedSplit
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.checkpointing import apply_checkpointing
-from fxpipe.planner.option import Option
-from fxpipe.runtime.local import LocalGroup
+from fxpipe.planner.search.option import Option
+from fxpipe.runtime.wire.local_group import LocalGroup
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan

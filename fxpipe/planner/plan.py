@@ -25,18 +25,18 @@ from torch import nn
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.candidates import Space, candidates
-from fxpipe.planner.hardware import Hardware, load_hardware
-from fxpipe.planner.option import Option
+from fxpipe.planner.cost.hardware import Hardware, load_hardware
+from fxpipe.planner.cost.workload import CHECKPOINTS, Checkpointing, Training
 from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
-from fxpipe.planner.rearrange import rearranged
-from fxpipe.planner.search import Pricing, Search
-from fxpipe.planner.subject import Subject, subject_of
-from fxpipe.planner.workload import CHECKPOINTS, Checkpointing, Training
+from fxpipe.planner.search.candidates import Space, candidates
+from fxpipe.planner.search.option import Option
+from fxpipe.planner.search.rearrange import rearranged
+from fxpipe.planner.search.search import Pricing, Search
+from fxpipe.planner.search.subject import Subject, subject_of
 
 if TYPE_CHECKING:
     from fxpipe.planner.build import Built
-    from fxpipe.planner.measured import Profile
+    from fxpipe.planner.cost.measured import Profile
 
 __all__ = ["Plan", "plan"]
 

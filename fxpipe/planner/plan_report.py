@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.graph.cut import Assignment
+from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.nodecost import PHASES
-from fxpipe.planner.option import Option
+from fxpipe.planner.cost.node_cost import PHASES
 from fxpipe.planner.plan_text import summary_lines
+from fxpipe.planner.search.option import Option
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan

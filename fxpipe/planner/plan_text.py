@@ -8,8 +8,8 @@ from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.planner.estimate import Memory
-from fxpipe.planner.option import Option, loss_of
+from fxpipe.planner.search.estimate import Memory
+from fxpipe.planner.search.option import Option, loss_of
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan

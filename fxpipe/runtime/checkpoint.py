@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.fronts import Stage
-from fxpipe.runtime.tied import plain_name
+from fxpipe.runtime.parameters.tied import plain_name
+from fxpipe.runtime.stage.stage_kind import Stage
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

@@ -15,16 +15,16 @@ from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.program import Program, lower
-from fxpipe.runtime.agreement import make_plan
-from fxpipe.runtime.calls import Call, Options, StepPlan
-from fxpipe.runtime.executor import Hooks
-from fxpipe.runtime.fronts import Stage
-from fxpipe.runtime.inputs import signature
-from fxpipe.runtime.local import resolve_group
-from fxpipe.runtime.peers import Peers, meet
-from fxpipe.runtime.plan import raise_together
-from fxpipe.runtime.stepping import Outcome, StepRun
-from fxpipe.runtime.sync import GradSync, NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.agree.inputs import signature
+from fxpipe.runtime.agree.interfaces import raise_together
+from fxpipe.runtime.agree.peers import Peers, meet
+from fxpipe.runtime.agree.request import Call, Options, StepPlan
+from fxpipe.runtime.agree.step_plan import make_plan
+from fxpipe.runtime.parameters.sync import GradSync, NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.stage.executor import Hooks
+from fxpipe.runtime.stage.stage_kind import Stage
+from fxpipe.runtime.step_run import Outcome, StepRun
+from fxpipe.runtime.wire.local_group import resolve_group
 
 __all__ = ["Session"]
 

@@ -2,8 +2,8 @@
 
 from fxpipe.viz.graph import draw_pipe, pipe_dot, pipe_mermaid, pipe_svg
 from fxpipe.viz.report import Candidate, report_html, write_report
-from fxpipe.viz.terminal import TimelineView, print_timeline, timeline_text
 from fxpipe.viz.timeline import draw_program, draw_timeline, stretch, timeline_svg
+from fxpipe.viz.timeline_picture.terminal import TimelineView, print_timeline, timeline_text
 
 __all__ = [
     "Candidate",

@@ -14,14 +14,14 @@ from typing import Literal
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
-from fxpipe.viz.columns import lay_out_pipe
-from fxpipe.viz.dot import write_dot
-from fxpipe.viz.mermaid import write_mermaid
-from fxpipe.viz.outline import Depth, make_outline
-from fxpipe.viz.palette import Theme
-from fxpipe.viz.pdf import write_pdf
-from fxpipe.viz.png import write_png
-from fxpipe.viz.svg import write_svg
+from fxpipe.viz.drawing.palette import Theme
+from fxpipe.viz.drawing.pdf import write_pdf
+from fxpipe.viz.drawing.png import write_png
+from fxpipe.viz.drawing.svg import write_svg
+from fxpipe.viz.pipe_picture.columns import lay_out_pipe
+from fxpipe.viz.pipe_picture.dot import write_dot
+from fxpipe.viz.pipe_picture.mermaid import write_mermaid
+from fxpipe.viz.pipe_picture.outline import Depth, make_outline
 
 __all__ = ["Engine", "draw_pipe", "pipe_dot", "pipe_mermaid", "pipe_svg"]
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Costs, Edge, Edges, Kind, Program, Timeline
-from fxpipe.viz.dependencies import find_dependencies
+from fxpipe.viz.drawing.numbers import Unit
+from fxpipe.viz.drawing.palette import LOOKS, Theme, shades, tone
 from fxpipe.viz.graph import pipe_svg
-from fxpipe.viz.numbers import Unit
-from fxpipe.viz.palette import LOOKS, Theme, shades, tone
 from fxpipe.viz.report_tables import comparison_table, stage_table
-from fxpipe.viz.spans import pack_lanes
+from fxpipe.viz.timeline_picture.dependencies import find_dependencies
+from fxpipe.viz.timeline_picture.spans import pack_lanes
 
 __all__ = ["Candidate", "report_html", "write_report"]
 

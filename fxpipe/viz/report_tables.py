@@ -7,8 +7,8 @@ from html import escape
 
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Costs, Kind, Program, Timeline, ValueKind
-from fxpipe.viz.numbers import Unit, count_text, flops_text
-from fxpipe.viz.outline import Outline, make_outline
+from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text
+from fxpipe.viz.pipe_picture.outline import Outline, make_outline
 
 __all__ = ["comparison_table", "stage_table"]
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
-from fxpipe.viz.gantt import Options, lay_out_timeline
-from fxpipe.viz.numbers import Unit
-from fxpipe.viz.pdf import write_pdf
-from fxpipe.viz.png import write_png
-from fxpipe.viz.svg import write_svg
-from fxpipe.viz.terminal import timeline_text
-from fxpipe.viz.trace_events import write_trace_events
+from fxpipe.viz.drawing.numbers import Unit
+from fxpipe.viz.drawing.pdf import write_pdf
+from fxpipe.viz.drawing.png import write_png
+from fxpipe.viz.drawing.svg import write_svg
+from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
+from fxpipe.viz.timeline_picture.terminal import timeline_text
+from fxpipe.viz.timeline_picture.trace_events import write_trace_events
 
 __all__ = [
     "draw_program",

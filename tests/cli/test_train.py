@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fxpipe.cli import app
-from fxpipe.cli.models import ModelRequest
-from fxpipe.cli.training import TrainSettings
+from fxpipe.cli.named.models import ModelRequest
+from fxpipe.cli.ranks.training import TrainSettings
 from fxpipe.program.generators import get_schedule
 from tests.cli.run import fails, fxpipe, fxpipe_json
 

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.auto_split import balance
-from fxpipe.graph.capture import capture
-from fxpipe.graph.leaves import choose_opened
+from fxpipe.graph.capture.capture import capture
+from fxpipe.graph.capture.opening import choose_opened
 from tests.planner.zoo import NAMES, example
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import pipeline
-from fxpipe.planner.hardware import HARDWARE
+from fxpipe.planner.cost.hardware import HARDWARE
 from fxpipe.planner.plan import Plan, plan
 from fxpipe.program import validate
 from fxpipe.program.generators import SCHEDULES
-from fxpipe.runtime.local import LocalGroup
+from fxpipe.runtime.wire.local_group import LocalGroup
 from models import gpt
 from tests.distributed.ranks import run_on_ranks
 

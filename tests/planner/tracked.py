@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.planner.observe import tensors_in
+from fxpipe.planner.cost.watch import tensors_in
 from fxpipe.program import Action, Kind
 from fxpipe.schedules import Schedule
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.runtime.backward import Deferral, backward_input, backward_weight, receive
+from fxpipe.runtime.stage.backward import Deferral, backward_input, backward_weight, receive
 
 __all__ = ["Grads", "assert_same", "grads_of", "in_autocast", "plain", "seed", "split"]
 

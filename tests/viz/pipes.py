@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
-from fxpipe.viz.outline import Depth, Outline, Shared, make_outline
+from fxpipe.viz.pipe_picture.outline import Depth, Outline, Shared, make_outline
 
 __all__ = ["example_of", "long_outline", "outline_of", "pipe_of", "shared_outline", "sizes_of"]
 

@@ -1,4 +1,4 @@
-// Numbers as people read them; the same rules as fxpipe/viz/numbers.py.
+// Numbers as people read them; the same rules as fxpipe/viz/drawing/numbers.py.
 const SECONDS = { s: 1, ms: 1e-3, us: 1e-6 };
 
 function numberText(value) {

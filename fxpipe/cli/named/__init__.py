@@ -1,0 +1,1 @@
+"""Models, pipes and programs by the names that people type."""

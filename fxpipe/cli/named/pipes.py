@@ -1,0 +1,188 @@
+"""Split the model that a command names, and describe the result.
+
+In:  a `ModelRequest` and where to cut.
+Out: a `Traced`: the pipe, the example it was traced with, and the values of its sizes;
+     `stage_table` for people and `pipe_json` for programs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fxpipe.cli.named.models import Inputs, NamedModel
+from fxpipe.cli.output import make_table
+from fxpipe.errors import InputError
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.markers import SplitPoint
+from fxpipe.graph.pipe import Pipe, pipeline
+from fxpipe.viz.drawing.numbers import count_text, flops_text
+from fxpipe.viz.pipe_picture.outline import bytes_text, make_outline
+
+__all__ = ["Traced", "pipe_json", "split_names", "split_pipe", "stage_table", "trace_model"]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model that was split, and how."""
+
+    model: NamedModel
+    pipe: Pipe
+    example: Inputs
+    sizes: dict[str, int]
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        return f"{self.model.title}, {self.pipe.num_stages} stages"
+
+    @cached_property
+    def flops(self) -> tuple[int, ...] | None:
+        """Of one microbatch's forward, per stage; None if the model has none to count."""
+        found = self.pipe.flops(self.sizes)
+        return found if any(found) else None
+
+
+def trace_model(
+    model: NamedModel,
+    *,
+    batch: int,
+    num_stages: int | None,
+    split: Sequence[str],
+    meta: bool | None,
+) -> Traced:
+    """Build a model and split it."""
+    example = model.inputs(batch)
+    module = model.build(meta=model.is_built_on_meta_by_default if meta is None else meta)
+    start = time.perf_counter()
+    pipe = split_pipe(module, example, num_stages=num_stages, split=split)
+    seconds = time.perf_counter() - start
+    return Traced(model, pipe, example, dict(pipe.bind_inputs(*example)), seconds)
+
+
+def split_pipe(
+    module: Any, example: Inputs, *, num_stages: int | None, split: Sequence[str]
+) -> Pipe:
+    """Split at the named modules, else into equal stages, else at the model's own markers.
+
+    Raises:
+        InputError: the modules named make another number of stages than asked for.
+    """
+    args, kwargs = example
+    if not split:
+        return pipeline(module, args, kwargs, num_stages=num_stages)
+    pipe = pipeline(module, args, kwargs, split_spec=dict.fromkeys(split, SplitPoint.BEGINNING))
+    if num_stages is not None and pipe.num_stages != num_stages:
+        raise InputError(
+            f"--split {','.join(split)} makes {pipe.num_stages} stages, but {num_stages} are needed"
+        )
+    return pipe
+
+
+def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The modules of repeated and comma-separated `--split` options.
+
+    Raises:
+        InputError: a module is named twice.
+    """
+    names = [name.strip() for text in given or () for name in text.split(",") if name.strip()]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise InputError(f"--split names {', '.join(doubled)} twice")
+    return tuple(names)
+
+
+def stage_table(traced: Traced) -> Table:
+    """The stages: what is in them, how big they are, what they exchange."""
+    pipe, sizes = traced.pipe, traced.sizes
+    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
+    rows = []
+    for stage, interface in zip(outline.stages, pipe.interfaces, strict=True):
+        takes = [f"{name} (model input)" for name in interface.model_inputs]
+        takes += [f"{r.port.name} from {r.source_stage}" for r in interface.received]
+        sends = [
+            f"{sent.port.name} {sent.port.spec} ({bytes_text(sent.port.spec, sizes)})"
+            f" to {', '.join(map(str, sent.target_stages))}"
+            for sent in interface.sent
+        ] or [f"{output.text} (model output)" for output in stage.outputs]
+        rows.append(
+            (
+                stage.index,
+                "\n".join(f"{part.title} ({part.kind_text})" for part in stage.parts) or "code",
+                count_text(stage.parameters),
+                "-" if stage.flops is None else flops_text(stage.flops),
+                f"{stage.share:.1%}",
+                "\n".join(takes),
+                "\n".join(sends),
+            )
+        )
+    columns = ("stage#", "modules", "parameters#", "forward#", "share#", "takes", "sends")
+    table = make_table(traced.title, columns, rows)
+    table.show_lines = len(rows) <= 16
+    ties = [" = ".join(f"{name} ({stage})" for stage, name in t.locations) for t in pipe.tied]
+    symbols = ", ".join(f"{name} = {value}" for name, value in sizes.items())
+    notes = [f"tied: {tie}" for tie in ties] + ([f"example: {symbols}"] if symbols else [])
+    table.caption = Text("\n".join(notes)) if notes else None
+    table.caption_justify = "left"
+    return table
+
+
+def pipe_json(traced: Traced) -> dict[str, Any]:
+    """The same for programs."""
+    pipe, sizes = traced.pipe, traced.sizes
+    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
+    return {
+        "model": traced.model.request.name,
+        "num_stages": pipe.num_stages,
+        "sizes": sizes,
+        "guards": [str(guard) for guard in pipe.info().guards],
+        "inputs": {
+            name: str(spec) if isinstance(spec, TensorSpec) else None
+            for name, spec in pipe.info().inputs.example.items()
+        },
+        "stages": [
+            {
+                "index": stage.index,
+                "modules": [name for part in stage.parts for name in part.names],
+                "parameters": stage.parameters,
+                "flops": stage.flops,
+                "share": stage.share,
+                "model_inputs": list(interface.model_inputs),
+                "received": [
+                    {"name": r.port.name, "from": r.source_stage, **_spec_json(r.port.spec, sizes)}
+                    for r in interface.received
+                ],
+                "sent": [
+                    {
+                        "name": sent.port.name,
+                        "to": list(sent.target_stages),
+                        **_spec_json(sent.port.spec, sizes),
+                    }
+                    for sent in interface.sent
+                ],
+            }
+            for stage, interface in zip(outline.stages, pipe.interfaces, strict=True)
+        ],
+        "tied": [[list(location) for location in tied.locations] for tied in pipe.tied],
+        "seconds": round(traced.seconds, 3),
+    }
+
+
+def _spec_json(spec: TensorSpec, sizes: dict[str, int]) -> dict[str, Any]:
+    bound = [int(dim) for dim in spec.bind(sizes).shape]
+    num_bytes = spec.dtype.itemsize
+    for dim in bound:
+        num_bytes *= dim
+    return {
+        "shape": [str(dim) for dim in spec.shape],
+        "example_shape": bound,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "has_gradient": spec.requires_grad,
+        "bytes": num_bytes,
+    }

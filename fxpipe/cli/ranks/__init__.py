@@ -1,0 +1,1 @@
+"""Start the ranks of a run, and what each of them does."""

@@ -1,0 +1,334 @@
+"""Train a named model on the ranks of this process: what `train` and `demo` run.
+
+In:  `TrainSettings`, plain words and numbers, equal on all ranks.
+Out: a `StepReport` for each step, handed to a function on every rank; only the rank of the
+     last stage knows the loss (`Trainer.is_reporter`).
+
+With `compare` every rank also trains its own copy of the plain model, on the same batches
+and with the same optimizer, and compares the gradients of its stages.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.cli.named.models import Inputs, ModelRequest, as_inputs, call_with, resolve
+from fxpipe.cli.named.pipes import Traced, split_pipe
+from fxpipe.cli.named.programs import find_program, is_file_name
+from fxpipe.cli.named.references import load_object, parse_reference
+from fxpipe.errors import InputError
+from fxpipe.microbatch import split_batch
+from fxpipe.program import Program
+from fxpipe.runtime.stage.loss import collect_aux_losses
+from fxpipe.runtime.wire.local_group import LocalGroup
+from fxpipe.schedules import Schedule, ScheduleFromProgram, get_schedule_class
+from fxpipe.stage import PipelineStage
+
+__all__ = ["StepReport", "TrainSettings", "Trainer", "is_rank", "join_ranks"]
+
+_DISTINCT_BATCHES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What to train, and how. Equal on all ranks, and travels to them as JSON."""
+
+    model: ModelRequest
+    schedule: str
+    num_ranks: int
+    num_stages: int | None
+    num_microbatches: int | None
+    batch: int
+    steps: int
+    split: tuple[str, ...] = ()
+    learning_rate: float = 1e-3
+    optimizer: str = "AdamW"
+    device: str = "auto"
+    data: str | None = None
+    compare: bool = False
+    is_local: bool = False
+    timeline: str | None = None
+    as_json: bool = False
+
+    def program(self) -> Program:
+        """The program that the ranks will run.
+
+        Raises:
+            ScheduleError, InputError: there is none for these sizes.
+        """
+        if self.schedule == "-":
+            raise InputError("--schedule -: every rank reads the program, so it must be a file")
+        program = find_program(
+            self.schedule,
+            ranks=self.num_ranks,
+            stages=self.num_stages,
+            microbatches=self.num_microbatches,
+        )
+        if program.name == "ForwardOnly":
+            raise InputError("ForwardOnly trains nothing; see fxpipe schedule list for the others")
+        if self.batch < program.num_microbatches:
+            raise InputError(
+                f"a batch of {self.batch} rows cannot be split into {program.num_microbatches} "
+                "microbatches; raise --batch or lower --microbatches"
+            )
+        return program
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> TrainSettings:
+        data = json.loads(text)
+        data["model"] = ModelRequest(**data["model"])
+        data["split"] = tuple(data["split"])
+        return TrainSettings(**data)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step gave; the losses are None on ranks without the last stage."""
+
+    step: int
+    loss: float | None
+    plain_loss: float | None
+    gradient_difference: float | None
+    seconds: float
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several, by torchrun or by fxpipe."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def join_ranks(device: str) -> torch.device:
+    """Meet the other processes; returns the device of this one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    found = _device(device, local_rank)
+    try:
+        backend = dist.get_default_backend_for_device(found)
+    except ValueError:
+        raise InputError(f"--device {device!r}: torch.distributed has no backend for it") from None
+    dist.init_process_group(backend)
+    return found
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"--device {name!r} is no device: {error}") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError("--device cuda: torch sees no CUDA device here; try --device cpu")
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
+class Trainer:
+    """The stages of this process, their optimizer, and the plain model beside them."""
+
+    def __init__(self, settings: TrainSettings, *, plain_in_parts: bool = True) -> None:
+        self.settings = settings
+        self.program = settings.program()
+        self._make_optimizer = _optimizer_class(settings.optimizer)
+        self._plain_in_parts = plain_in_parts
+        self.model = resolve(settings.model)
+        self.loss_fn = self.model.loss_fn
+        self._batches = _batches(settings, self)
+        self._next = next(self._batches)
+        group, indices = self._place()
+        self.is_reporter = self.program.num_stages - 1 in indices
+        module = self.model.build()
+        self.device = torch.device("cpu") if settings.is_local else join_ranks(settings.device)
+        self.plain = copy.deepcopy(module).to(self.device) if settings.compare else None
+        self.traced = self._split(module)
+        self.stages: list[PipelineStage] = [
+            self.traced.pipe.build_stage(index, self.device, group) for index in indices
+        ]
+        self.schedule = self._make_schedule()
+        self._optimizers = self._make_optimizers()
+
+    def _place(self) -> tuple[LocalGroup | None, tuple[int, ...]]:
+        program = self.program
+        if self.settings.is_local:
+            return LocalGroup(program.num_ranks), tuple(range(program.num_stages))
+        return None, program.placement.stages_of(int(os.environ["RANK"]))
+
+    def _split(self, module: nn.Module) -> Traced:
+        start = time.perf_counter()
+        (args, kwargs), _ = self._next
+        if self.settings.data is None:
+            rows = max(2, self.settings.batch // self.program.num_microbatches)
+            args, kwargs = self.model.inputs(rows)
+        else:
+            parts = split_batch(args, kwargs, self.program.num_microbatches)
+            args, kwargs = tuple(parts.args[0]), dict(parts.kwargs[0])
+        example = (args, kwargs)
+        pipe = split_pipe(
+            module, example, num_stages=self.program.num_stages, split=self.settings.split
+        )
+        seconds = time.perf_counter() - start
+        return Traced(self.model, pipe, example, dict(pipe.bind_inputs(*example)), seconds)
+
+    def _make_schedule(self) -> Schedule:
+        if is_file_name(self.settings.schedule):
+            return ScheduleFromProgram(self.stages, self.program, loss_fn=self.loss_fn)
+        made = get_schedule_class(self.settings.schedule)
+        return made(self.stages, self.program.num_microbatches, loss_fn=self.loss_fn)
+
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        own = {id(p): p for stage in self.stages for p in stage.submod.parameters()}
+        groups = [list(own.values())]
+        if self.plain is not None:
+            groups.append(list(self.plain.parameters()))
+        make = self._make_optimizer
+        # A stage may have no parameters, and an optimizer refuses an empty list.
+        return [make(group, lr=self.settings.learning_rate) for group in groups if group]
+
+    def run(self, observe: Callable[[StepReport], None]) -> list[StepReport]:
+        """Train; `observe` is called after each step. The last step is recorded."""
+        reports = []
+        for step in range(self.settings.steps):
+            self.schedule.record_timeline(step == self.settings.steps - 1)
+            report = self._step(step)
+            reports.append(report)
+            observe(report)
+            if step + 1 < self.settings.steps:
+                self._next = next(self._batches)
+        return reports
+
+    def close(self) -> None:
+        """Leave the other ranks, after all have come here."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def _step(self, step: int) -> StepReport:
+        (args, kwargs), target = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(self.device), self._next
+        )
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        start = time.perf_counter()
+        self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
+        seconds = time.perf_counter() - start
+        plain_loss = difference = None
+        if self.plain is not None:
+            plain_loss = self._plain_step((args, kwargs), target)
+            difference = self._gradient_difference()
+        start = time.perf_counter()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        seconds += time.perf_counter() - start
+        loss = None if self.schedule.loss is None else self.schedule.loss.item()
+        return StepReport(step, loss, plain_loss, difference, seconds)
+
+    def _plain_step(self, inputs: Inputs, target: Any) -> float:
+        """Loss and gradients of the plain model, on the whole batch or microbatch by microbatch.
+
+        In parts, batch statistics and auxiliary losses are those that the pipeline sees.
+        """
+        assert self.plain is not None
+        count = self.program.num_microbatches if self._plain_in_parts else 1
+        parts = split_batch(*inputs, count, target=target)
+        rows = parts.rows or (1,) * count
+        assert parts.target is not None
+        total = 0.0
+        for args, kwargs, part, weight in zip(
+            parts.args, parts.kwargs, parts.target, rows, strict=True
+        ):
+            with collect_aux_losses() as aux:
+                output = self.plain(*args, **kwargs)
+            loss = self.loss_fn(output, part)
+            if isinstance(loss, tuple):
+                raise InputError("--compare needs a loss that is one number, not (sum, weight)")
+            share = weight / sum(rows)
+            ((loss + aux.total()) * share).backward()
+            total += loss.item() * share
+        return total
+
+    def _gradient_difference(self) -> float:
+        """The largest difference between a gradient here and the plain model's, on all ranks."""
+        assert self.plain is not None
+        wanted = dict(self.plain.named_parameters(remove_duplicate=False))
+        worst = torch.zeros((), dtype=torch.float64)
+        for stage in self.stages:
+            for name, parameter in stage.submod.named_parameters(remove_duplicate=False):
+                worst = torch.maximum(worst, _distance(parameter.grad, wanted[name].grad))
+        if dist.is_initialized():
+            worst = worst.to(self.device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return float(worst)
+
+
+def _distance(found: Tensor | None, wanted: Tensor | None) -> Tensor:
+    if found is None or wanted is None:
+        return torch.tensor(0.0 if found is wanted else float("inf"), dtype=torch.float64)
+    return (found.double() - wanted.double()).abs().max().cpu()
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type)
+        and issubclass(value, torch.optim.Optimizer)
+        and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        names = sorted(value.__name__ for value in known.values())
+        raise InputError(f"torch.optim has no optimizer {name!r}; it has {', '.join(names)}")
+    return known[name.lower()]
+
+
+def _batches(settings: TrainSettings, trainer: Trainer) -> Iterator[tuple[Inputs, Any]]:
+    """Batches without end: a few made-up ones over and over, or the user's epoch after epoch."""
+    model, name = trainer.model, settings.data
+    if name is None:
+        while True:
+            for seed in range(_DISTINCT_BATCHES):
+                yield model.inputs(settings.batch, seed), model.target(settings.batch, seed)
+    found = load_object(name, what="--data")
+    while True:
+        is_empty = True
+        for item in _epoch(found, name, settings):
+            is_empty = False
+            yield _as_batch(item, name)
+        if is_empty:
+            raise InputError(f"--data {name!r} gave no batch")
+
+
+def _epoch(found: Any, name: str, settings: TrainSettings) -> Iterable[Any]:
+    epoch = found
+    if callable(found):
+        request, options = settings.model, parse_reference(name).options
+        epoch = call_with(found, name, request, settings.batch, settings.model.seed, options)
+    if not isinstance(epoch, Iterable):
+        raise InputError(
+            f"--data {name!r} gave a {type(epoch).__name__}; it must be an iterable of "
+            "(inputs, target), such as a DataLoader, or a function that returns one"
+        )
+    return epoch
+
+
+def _as_batch(item: Any, name: str) -> tuple[Inputs, Any]:
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return as_inputs(item[0]), item[1]
+    raise InputError(
+        f"--data {name!r} gave a {type(item).__name__} as a batch; each must be a pair "
+        "(inputs, target), inputs being a tensor, a tuple, a dict or (args, kwargs)"
+    )

@@ -1,0 +1,1 @@
+"""Turn a model and its example inputs into a `TracedGraph`."""

@@ -1,0 +1,160 @@
+"""Tell dtypes that follow the model's from those that the user wrote down.
+
+`x.to(torch.float32)` stays; `x.to(self.weight.dtype)` must follow a later
+`.bfloat16()`. In a trace both are the same constant. So a model whose opened code
+reads a dtype and uses one is traced once more with its floating state and inputs
+in another precision: what differs between the two graphs follows the model, and is
+read off a tensor when the stage runs. So do limits such as `torch.finfo(dtype).min`.
+
+In:  the graph of a trace, the graph of the second one, and what was cast to what.
+Out: the first graph, with a node in place of each constant that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.record.graph_calls import TracedDtype, dtype_of
+
+__all__ = [
+    "HEAVY",
+    "cast_inputs",
+    "dtypes_to_follow",
+    "function_name",
+    "has_gradient",
+    "keeps_parameter_dtype",
+    "link_dtypes",
+    "specs_of",
+]
+
+HEAVY = ("matmul", "mm", "bmm", "linear", "conv", "einsum", "attention", "addmm", "baddbmm")
+_LIMITS = ("min", "max", "eps", "tiny")
+_OTHER = {
+    torch.float64: torch.float32,
+    torch.float32: torch.bfloat16,
+    torch.bfloat16: torch.float16,
+    torch.float16: torch.bfloat16,
+}
+
+
+def dtypes_to_follow(graph: fx.Graph) -> dict[torch.dtype, torch.dtype]:
+    """Return the dtypes that opened code may have read off a tensor, and others to try."""
+    found: dict[torch.dtype, torch.dtype] = {}
+    for node in graph.nodes:
+        read: Mapping[torch.dtype, Any] = node.meta.get("dtypes", {})
+        for value in _constants((node.args, node.kwargs)) if read else ():
+            for dtype in read:
+                if dtype in _OTHER and (value is dtype or _limit(value, dtype) is not None):
+                    found[dtype] = _OTHER[dtype]
+    return found
+
+
+def cast_inputs(named: Mapping[str, Any], cast: Mapping[torch.dtype, torch.dtype]) -> Any:
+    """Return inputs like the given ones in other dtypes."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype not in cast:
+            return leaf
+        made = torch.empty_like(leaf, dtype=cast[leaf.dtype])
+        return made.requires_grad_(leaf.requires_grad)
+
+    return map_leaves(one, dict(named)) if cast else named
+
+
+def link_dtypes(
+    module: nn.Module, ours: fx.Graph, theirs: fx.Graph, cast: Mapping[torch.dtype, torch.dtype]
+) -> bool:
+    """Have what differs follow the model; False if the graphs do not compare."""
+    pairs = list(zip(ours.nodes, theirs.nodes, strict=False))
+    if len(ours.nodes) != len(theirs.nodes) or any(
+        (a.op, function_name(a)) != (b.op, function_name(b)) for a, b in pairs
+    ):
+        return False
+    link = _Link(module, cast)
+    for a, b in pairs:
+        a.args = link.argument(a.args, b.args, a)
+        a.kwargs = link.argument(a.kwargs, b.kwargs, a)
+    return True
+
+
+class _Link:
+    def __init__(self, module: nn.Module, cast: Mapping[torch.dtype, torch.dtype]) -> None:
+        self._module = module
+        self._cast = cast
+
+    def argument(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+        if isinstance(ours, (tuple, list)) and type(ours) is type(theirs):
+            parts = [self.argument(a, b, node) for a, b in zip(ours, theirs, strict=False)]
+            return type(ours)(parts) if len(ours) == len(theirs) else ours
+        if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+            return {key: self.argument(ours[key], theirs[key], node) for key in ours}
+        for dtype, other in self._cast.items():
+            if ours is dtype and theirs is other:
+                return self._following(node, dtype, None)
+            limit = _limit(ours, dtype)
+            if limit is not None and theirs == getattr(torch.finfo(other), limit):
+                return self._following(node, dtype, limit)
+        return ours
+
+    def _following(self, node: fx.Node, dtype: torch.dtype, limit: str | None) -> fx.Node:
+        source: fx.Node | None = node.meta.get("dtypes", {}).get(dtype)
+        with node.graph.inserting_before(node):
+            if source is None or keeps_parameter_dtype(self._module, source):
+                target: Any = TracedDtype(dtype, limit)
+                made = node.graph.create_node("call_function", target, (), {})
+            else:
+                args: Any = (source, limit)
+                made = node.graph.create_node("call_function", dtype_of, args, {})
+        made.meta.update({k: v for k, v in node.meta.items() if k in ("owner", "where")})
+        made.meta["spec"] = dtype if limit is None else getattr(torch.finfo(dtype), limit)
+        return made
+
+
+def _limit(value: Any, dtype: torch.dtype) -> str | None:
+    if type(value) is not float or not dtype.is_floating_point:
+        return None
+    return next((key for key in _LIMITS if getattr(torch.finfo(dtype), key) == value), None)
+
+
+def _constants(args: Any) -> Iterator[Any]:
+    if isinstance(args, (tuple, list)):
+        for part in args:
+            yield from _constants(part)
+    elif isinstance(args, dict):
+        yield from _constants(tuple(args.values()))
+    else:
+        yield args
+
+
+def keeps_parameter_dtype(module: nn.Module, node: fx.Node) -> bool:
+    """Say whether a value has the dtype of the parameters, whatever autocast does."""
+    if node.op == "call_module":
+        return isinstance(module.get_submodule(str(node.target)), nn.Embedding)
+    if node.op not in ("call_method", "call_function") or "ambient" in node.meta:
+        return False
+    inputs = [n for n in node.all_input_nodes if has_gradient(n)]
+    name = function_name(node)
+    is_heavy = any(word in name for word in HEAVY) or name in ("to", "float", "half", "bfloat16")
+    return bool(inputs) and not is_heavy and all(keeps_parameter_dtype(module, n) for n in inputs)
+
+
+def function_name(node: fx.Node) -> str:
+    """Return the name of what a node calls."""
+    target: Any = node.target
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def specs_of(node: fx.Node) -> Iterable[TensorSpec]:
+    """Return the specs of the tensors in a node's value."""
+    return (leaf for _, leaf in walk(node.meta.get("spec")) if isinstance(leaf, TensorSpec))
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Say whether a gradient can come back through a node's value."""
+    return any(spec.requires_grad for spec in specs_of(node))

@@ -1,0 +1,186 @@
+"""One graph for `train()` and `eval()`.
+
+Opened code may look at `self.training`. Then the model is traced in both modes and
+the two graphs become one that behaves like either, depending on the flag of the
+module whose code it was, read when the stage runs:
+
+    F.dropout(x, 0.1, True) / F.dropout(x, 0.1, False)  ->  F.dropout(x, 0.1, training)
+    an argument that differs                            ->  choose(training, a, b)
+    a call that happens in one mode only                ->  a node with meta["only"]
+
+Whatever way the two lists of nodes are lined up, the result is right: a node runs
+in the mode it was traced in, with the arguments of that mode. Lining them up well
+only keeps the graph small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Hashable
+from typing import Any
+
+from torch import fx
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import walk
+from fxpipe.graph.record.graph_calls import Constant, Rebuild
+from fxpipe.graph.record.tape import last_part
+
+__all__ = ["TrainingFlag", "choose", "merge_modes"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainingFlag:
+    """Stands in a traced graph for the training flag of an opened module."""
+
+    module: str
+
+    def __repr__(self) -> str:
+        return f"training({self.module})"
+
+
+def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
+    """Return the value for the present mode."""
+    return in_training if training else in_evaluation
+
+
+def merge_modes(training: fx.Graph, evaluation: fx.Graph) -> None:
+    """Change the graph of a trace in training mode so that it also evaluates.
+
+    Raises:
+        TraceError: the two modes differ in a way that one graph cannot express.
+    """
+    _Merge(training, evaluation).run()
+
+
+class _Merge:
+    def __init__(self, training: fx.Graph, evaluation: fx.Graph) -> None:
+        self._graph = training
+        self._ours = list(training.nodes)
+        self._theirs = list(evaluation.nodes)
+        # From nodes of the evaluation graph to nodes of the result.
+        self._counterpart: dict[fx.Node, fx.Node] = {}
+        self._choices: dict[Any, fx.Node] = {}
+
+    def run(self) -> None:
+        matcher = difflib.SequenceMatcher(
+            None, [_key(n) for n in self._ours], [_key(n) for n in self._theirs], autojunk=False
+        )
+        for tag, our_start, our_end, their_start, their_end in matcher.get_opcodes():
+            if tag == "equal":
+                for ours, theirs in zip(
+                    self._ours[our_start:our_end], self._theirs[their_start:their_end], strict=True
+                ):
+                    self._join(ours, theirs)
+                continue
+            for ours in self._ours[our_start:our_end]:
+                self._only_here(ours)
+            for theirs in self._theirs[their_start:their_end]:
+                self._insert(theirs, before=self._ours[our_end])
+
+    def _join(self, ours: fx.Node, theirs: fx.Node) -> None:
+        self._counterpart[theirs] = ours
+        with self._graph.inserting_before(ours):
+            ours.args = self._joined(ours.args, theirs.args, ours)
+            ours.kwargs = self._joined(ours.kwargs, theirs.kwargs, ours)
+        ours.meta["spec"] = self._joined_spec(ours, theirs)
+        if theirs.meta.get("ambient") != ours.meta.get("ambient"):
+            raise TraceError(
+                f"{ours.name} at {ours.meta.get('where')} runs under different autocast or "
+                "gradient settings in training and in evaluation\n"
+                "keep this code inside a submodule that is not split"
+            )
+
+    def _only_here(self, node: fx.Node) -> None:
+        if node.op not in ("placeholder", "get_attr", "output"):
+            node.meta["only"] = True
+
+    def _insert(self, node: fx.Node, before: fx.Node) -> None:
+        with self._graph.inserting_before(before):
+            made = self._graph.create_node(
+                node.op, node.target, self._mapped(node.args), self._mapped(node.kwargs), node.name
+            )
+        made.meta.update(node.meta)
+        if node.op not in ("placeholder", "get_attr", "output"):
+            made.meta["only"] = False
+        self._counterpart[node] = made
+
+    def _mapped(self, args: Any) -> Any:
+        return fx.map_arg(args, lambda node: self._counterpart[node])
+
+    def _joined(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+        """Return an argument that is `ours` in training and `theirs` in evaluation."""
+        if isinstance(theirs, fx.Node):
+            mapped = self._counterpart[theirs]
+            return ours if mapped is ours else self._chosen(ours, mapped, node)
+        if isinstance(ours, (tuple, list)) and type(ours) is type(theirs):
+            if len(ours) == len(theirs):
+                parts = [self._joined(a, b, node) for a, b in zip(ours, theirs, strict=True)]
+                return type(ours)(parts)
+        elif isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+            return {key: self._joined(ours[key], theirs[key], node) for key in ours}
+        elif type(ours) is type(theirs) and repr(ours) == repr(theirs):
+            return ours
+        if ours is True and theirs is False:
+            return TrainingFlag(node.meta.get("owner") or "")
+        return self._chosen(ours, self._mapped(theirs), node)
+
+    def _chosen(self, ours: Any, theirs: Any, node: fx.Node) -> fx.Node:
+        flag = TrainingFlag(node.meta.get("owner") or "")
+        pair = (ours, theirs) if isinstance(ours, fx.Node) and isinstance(theirs, fx.Node) else None
+        if pair in self._choices:
+            return self._choices[pair]
+        # Choose as soon as both are known: a cut may come before the first use.
+        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if pair is not None:
+            last = last_part(max(pair))
+            # A part of one of them may be what is written now.
+            before = last is node or node < last
+            place = (
+                self._graph.inserting_before(node) if before else self._graph.inserting_after(last)
+            )
+        with place:
+            chosen: Any = (flag, ours, theirs)
+            made = self._graph.create_node("call_function", choose, chosen, {})
+        if pair is not None:
+            self._choices[pair] = made
+        made.meta.update({key: node.meta[key] for key in ("owner", "where") if key in node.meta})
+        left = ours.meta.get("spec") if isinstance(ours, fx.Node) else ours
+        right = theirs.meta.get("spec") if isinstance(theirs, fx.Node) else theirs
+        made.meta["spec"] = self._common(left, right, made)
+        return made
+
+    def _joined_spec(self, ours: fx.Node, theirs: fx.Node) -> Any:
+        return self._common(ours.meta.get("spec"), theirs.meta.get("spec"), ours)
+
+    def _common(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+        """Return the spec for both modes; a gradient in either is a gradient."""
+        if isinstance(ours, TensorSpec) and isinstance(theirs, TensorSpec):
+            if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+                return ours if ours.requires_grad else theirs
+            return ModeDependent(ours, theirs)
+        return ours
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModeDependent:
+    """In place of a spec: the tensor looks different in training and in evaluation."""
+
+    training: TensorSpec
+    evaluation: TensorSpec
+
+
+def _key(node: fx.Node) -> Hashable:
+    target: Any = node.target
+    if isinstance(target, (Rebuild, Constant)):
+        target = (type(target), target.__name__)
+    if node.op == "output":
+        return "output"
+    return (node.op, target, len(node.args), node.meta.get("owner"), _shape(node))
+
+
+def _shape(node: fx.Node) -> Hashable:
+    return tuple(path for path, _ in walk(node.meta.get("spec")))

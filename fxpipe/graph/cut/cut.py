@@ -1,0 +1,144 @@
+"""Cut a traced graph into one graph per stage.
+
+In:  a TracedGraph and an Assignment of its nodes to stages.
+Out: a StageGraph per stage: an ordinary fx graph whose placeholders are the
+     values it receives and the model inputs it reads, and the interface to match.
+
+A value that a later stage uses travels straight there, once per stage. Values
+that cost nothing to have (parameters, model inputs, constants, parts of a
+received value) are taken where they are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.cut.recompute import choose_repeated
+from fxpipe.graph.cut.shared_buffers import check_state_writes
+from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
+from fxpipe.graph.flow import Flow, is_free, work_nodes
+from fxpipe.graph.interface import Port, Received, Sent
+from fxpipe.graph.markers import pipe_split
+from fxpipe.graph.record.constant_values import RANDOM
+
+__all__ = ["Assignment", "by_markers", "cut"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which stage runs which node: dense from 0, never decreasing along data flow."""
+
+    stage_of: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        used = set(self.stage_of.values())
+        if used != set(range(len(used))):
+            raise SplitError(
+                f"stages must be numbered 0, 1, 2, ... without holes; got {sorted(used)}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return max(self.stage_of.values(), default=-1) + 1
+
+
+def by_markers(traced: TracedGraph) -> Assignment:
+    """Start a new stage at each split point of the graph.
+
+    Raises:
+        SplitError: nothing runs before the first or after the last split point.
+    """
+    stage_of: dict[str, int] = {}
+    stage, is_empty, last = 0, True, None
+    for node in traced.graph.nodes:
+        if node.target is pipe_split:
+            if not stage_of:
+                raise SplitError(_empty("before", node))
+            stage, is_empty, last = stage if is_empty else stage + 1, True, node
+        elif node.op != "output" and not is_free(node):
+            stage_of[node.name], is_empty = stage, False
+    if last is not None and is_empty:
+        raise SplitError(_empty("after", last))
+    return Assignment(stage_of)
+
+
+def _empty(where: str, node: fx.Node) -> str:
+    return (
+        f"a split point at {node.meta.get('where')} would make an empty stage: "
+        f"nothing runs {where} it\nremove it, or move it between two modules"
+    )
+
+
+def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
+    """Cut the graph; see the module's docstring.
+
+    Raises:
+        SplitError: the assignment misses nodes or sends values backwards, or a stage uses
+            a buffer that another one changes.
+    """
+    stage_of = _with_late_draws(traced, assignment)
+    flow = Flow(traced, stage_of, assignment.num_stages)
+    repeated = choose_repeated(flow)
+    check_state_writes(flow)
+    needs = [flow.needs(stage) for stage in range(flow.num_stages)]
+    targets: dict[fx.Node, list[int]] = {}
+    for stage, found in enumerate(needs):
+        for node in found:
+            targets.setdefault(node, []).append(stage)
+    order = {node: index for index, node in enumerate(traced.graph.nodes)}
+    graphs = []
+    for stage in range(flow.num_stages):
+        sent = sorted((n for n in targets if flow.stage_of[n] == stage), key=order.__getitem__)
+        received = sorted(needs[stage], key=order.__getitem__)
+        writer = StageWriter(flow, stage, received)
+        for node in flow.own(stage):
+            if node.op != "output":
+                writer.copy(node)
+        graphs.append(
+            writer.finish(
+                tuple(Received(_port(node), flow.stage_of[node]) for node in received),
+                tuple(Sent(_port(node), tuple(targets[node])) for node in sent),
+                flow.output if stage == flow.num_stages - 1 else sent,
+                tuple(repeated[stage]),
+            )
+        )
+    return tuple(graphs)
+
+
+def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, int]:
+    """Return the stages, with draws of random numbers no earlier than what ran before them.
+
+    A draw that reads nothing could run anywhere, but in an early stage it would take
+    the numbers that in the plain model go to a dropout in between.
+    """
+    stage_of = dict(assignment.stage_of)
+    last = assignment.num_stages - 1
+
+    def limit(node: fx.Node) -> int:
+        if node.op not in ("call_function", "call_method"):
+            return stage_of.get(node.name, last)
+        return min((limit(user) for user in node.users), default=last)
+
+    latest = 0
+    moved: dict[fx.Node, int] = {}
+    for node in work_nodes(traced):
+        if node.name not in stage_of:
+            continue
+        name = getattr(node.target, "__name__", node.target)
+        wanted = max((moved.get(source, 0) for source in node.all_input_nodes), default=0)
+        if not node.all_input_nodes and name in RANDOM:
+            wanted = min(latest, limit(node))
+        if wanted > stage_of[node.name]:
+            stage_of[node.name] = moved[node] = wanted
+        if node.op == "call_module":
+            latest = max(latest, stage_of[node.name])
+    return stage_of
+
+
+def _port(node: fx.Node) -> Port:
+    return Port(node.name, node.meta["spec"])

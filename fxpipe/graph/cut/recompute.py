@@ -1,0 +1,152 @@
+"""Which values a stage computes again instead of receiving them.
+
+Position ids, masks and the like need no gradient, follow from the model's inputs
+alone and take a moment to compute, while a mask can be larger than the
+activations. A stage repeats such a value if that moves less data. What it needs
+for it, it reads off what it has; a model input it would have to be given first
+counts with its bytes, like any other value that is sent.
+
+A value is never repeated if it is random, needs a parameter or persistent state, or
+is changed in place by anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx, nn
+
+from fxpipe.graph.capture.dtype_following import (
+    HEAVY,
+    function_name,
+    has_gradient,
+    keeps_parameter_dtype,
+    specs_of,
+)
+from fxpipe.graph.flow import Flow, is_free
+from fxpipe.graph.interface import TensorSpec
+
+__all__ = ["choose_repeated"]
+
+# Computing a byte costs this much less than sending it.
+_CHEAPER = 32
+_LARGEST_CHAIN = 200
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
+
+
+def choose_repeated(flow: Flow) -> list[list[str]]:
+    """Decide for every stage; tells the flow, and returns the names of the values."""
+    chosen: list[list[str]] = []
+    for stage in range(flow.num_stages):
+        names: list[str] = []
+        needed = sorted(flow.needs(stage), key=lambda n: -_bytes(flow, n))
+        for node in needed:
+            chain = _chain(flow, node, stage, needed)
+            if chain is not None and _is_worth_it(flow, node, stage, chain):
+                extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
+                for placeholder in sorted(extra):
+                    flow.lend(placeholder, stage)
+                flow.repeated[stage] |= chain.nodes
+                flow.stand_ins[stage].update(chain.stand_ins)
+                names.append(node.name)
+        chosen.append(names)
+    return chosen
+
+
+@dataclasses.dataclass(slots=True)
+class _Chain:
+    """What repeating a value takes."""
+
+    nodes: set[fx.Node]
+    reads: set[fx.Node]
+    stand_ins: dict[fx.Node, fx.Node]
+
+
+def _is_worth_it(flow: Flow, node: fx.Node, stage: int, chain: _Chain) -> bool:
+    extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
+    if any(not isinstance(read.meta["spec"], TensorSpec) for read in extra):
+        return False
+    if any(not _is_read_earlier(flow, read, stage) for read in extra):
+        return False
+    work = sum(_bytes(flow, n) for n in chain.nodes) / _CHEAPER
+    return work + sum(_bytes(flow, read) for read in extra) <= _bytes(flow, node)
+
+
+def _is_read_earlier(flow: Flow, read: fx.Node, stage: int) -> bool:
+    return any(read in flow.inputs(earlier) for earlier in range(stage))
+
+
+def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _Chain | None:
+    """Return the nodes to repeat for one value, and the model inputs they read."""
+    chain = _Chain(set(), set(), {})
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in chain.nodes or current in flow.repeated[stage]:
+            continue
+        if current.op == "placeholder":
+            chain.reads.add(current)
+        elif current.op == "get_attr":
+            return None
+        elif is_free(current):
+            stack.extend(current.all_input_nodes)
+        elif not _is_repeatable(flow, current) or len(chain.nodes) > _LARGEST_CHAIN:
+            return None
+        else:
+            chain.nodes.add(current)
+            for source in flow.sources(current):
+                if source in current.meta.get("untouched", ()):
+                    stand_in = _stand_in(flow, source, received)
+                    if stand_in is not None:
+                        chain.stand_ins[source] = stand_in
+                        continue
+                stack.append(source)
+    return chain
+
+
+def _stand_in(flow: Flow, node: fx.Node, received: list[fx.Node]) -> fx.Node | None:
+    """Return a received value to show a module that only looks at dtype, device and size.
+
+    Only for values whose dtype is that of the parameters whatever autocast does, so
+    that the stand-in can be given the right dtype when the stage runs.
+    """
+    if not keeps_parameter_dtype(flow.traced.module, node):
+        return None
+    spec: TensorSpec = node.meta["spec"]
+    for other in received:
+        found = other.meta["spec"]
+        if found.requires_grad and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+            return other
+    return None
+
+
+def _is_repeatable(flow: Flow, node: fx.Node) -> bool:
+    meta = node.meta
+    if has_gradient(node) or meta.keys() & {"only", "changes", "storage", "checkpoint"}:
+        return False
+    if node.op == "call_module":
+        return _is_table(flow.traced.module.get_submodule(str(node.target)))
+    name = function_name(node)
+    return not any(word in name for word in _RANDOM) and not any(
+        name.startswith(word) for word in HEAVY
+    )
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Say whether a module only turns its inputs and fixed tables into other tables."""
+    if any(True for _ in module.parameters()) or module.state_dict():
+        return False
+    return any(True for _ in module.buffers()) and not any(
+        "drop" in type(part).__name__.lower() for part in module.modules()
+    )
+
+
+def _bytes(flow: Flow, node: fx.Node) -> float:
+    total = 0
+    for spec in specs_of(node):
+        if spec.symbols <= flow.traced.hints.keys():
+            count = 1
+            for size in spec.bind(flow.traced.hints).shape:
+                count *= int(size)
+            total += count * spec.dtype.itemsize
+    return total

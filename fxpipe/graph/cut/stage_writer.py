@@ -1,0 +1,360 @@
+"""Write the graph of one stage: copies of traced nodes, with everything resolved.
+
+What stayed symbolic in the traced graph gets its meaning here. A size is read off
+a tensor that the stage has; the stage's device is that of a tensor it receives or
+of a parameter; settings such as autocast that opened code was under are entered
+again around each call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.graph.capture.train_eval import TrainingFlag
+from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
+from fxpipe.graph.flow import Flow, accessor_of, as_tensor
+from fxpipe.graph.interface import Received, Sent, TensorSpec
+from fxpipe.graph.nested import branch, mutable_parts
+from fxpipe.graph.record.graph_calls import (
+    Ambient,
+    Constant,
+    Formula,
+    Fresh,
+    OnlyIf,
+    Rebuild,
+    TracedDtype,
+    Within,
+    device_of,
+    dtype_of,
+    given,
+    like,
+    or_zeros,
+)
+from fxpipe.graph.record.tape import WRITABLE, StageDevice
+
+__all__ = ["StageGraph", "StageWriter", "Within"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageGraph:
+    """A stage before it becomes a module."""
+
+    graph: fx.Graph
+    received: tuple[Received, ...]
+    model_inputs: tuple[str, ...]
+    sent: tuple[Sent, ...]
+    modules: tuple[str, ...]
+    tensors: tuple[str, ...]
+    containers: tuple[str, ...]
+    repeated: tuple[str, ...]
+
+
+class StageWriter:
+    """Copies nodes of a traced graph into the graph of one stage."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        stage: int,
+        received: Iterable[fx.Node],
+    ) -> None:
+        self._flow = flow
+        self._stage = stage
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._inputs: dict[str, fx.Node] = {}
+        self._modules: dict[str, None] = {}
+        self._tensors: dict[str, None] = {}
+        self._sizes: dict[str, fx.Node] = {}
+        self._dims: dict[str, tuple[fx.Node, int]] = {}
+        self._flags: dict[str, fx.Node] = {}
+        self._shown: dict[fx.Node, fx.Node] = {}
+        self._sent_numbers: dict[str, fx.Node] = {}
+        self._device: fx.Node | None = None
+        self._placeholders: list[fx.Node] = []
+        for node in received:
+            made = self._graph.placeholder(node.name)
+            made.meta["spec"] = node.meta["spec"]
+            self._placeholders.append(made)
+            self._copies[node] = made
+            self._note_dims(made)
+            if node.target is as_tensor:
+                number: Any = node.args[0]
+                self._sent_numbers[number.meta["spec"].name] = made
+        self._first = self._graph.create_node("call_function", _start, (), {})
+
+    # -- nodes
+
+    def copy(self, node: fx.Node) -> Any:
+        """Return a node's counterpart in this stage, writing it if need be."""
+        if node in self._copies:
+            return self._copies[node]
+        if node in self._flow.lent[self._stage]:
+            return self._copies[self._flow.lent[self._stage][node]]
+        if node.op == "placeholder":
+            return self._input(node)
+        if not self._flow.is_local(node, self._stage):
+            made = self._put_together(node)
+        else:
+            args, kwargs = self._arguments(node)
+            made = self._call(node, args, kwargs)
+        made.meta.update({k: v for k, v in node.meta.items() if k in _KEPT})
+        self._copies[node] = made
+        self._note_dims(made)
+        return made
+
+    def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
+        swap = self._flow.stand_ins[self._stage]
+        untouched = node.meta.get("untouched", ())
+        if node not in self._flow.repeated[self._stage] or not any(n in swap for n in untouched):
+            return self.argument(node.args), self.argument(node.kwargs)
+
+        def shown(source: fx.Node) -> fx.Node:
+            if source not in untouched or source not in swap:
+                return source
+            if source not in self._shown:
+                args = (self._copies[swap[source]], self._module_with(source.meta["spec"].dtype))
+                self._shown[source] = self._graph.call_function(like, args)
+                self._copies[self._shown[source]] = self._shown[source]
+            return self._shown[source]
+
+        args, kwargs = fx.map_arg(node.args, shown), fx.map_arg(node.kwargs, shown)
+        return self.argument(args), self.argument(kwargs)
+
+    def _module_with(self, dtype: torch.dtype) -> fx.Node | None:
+        """Return a module of the stage whose floating parameters have a dtype."""
+        for node in self._flow.own(self._stage):
+            if node.op == "call_module":
+                module = self._flow.traced.module.get_submodule(str(node.target))
+                dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+                if dtypes == {dtype}:
+                    self._modules[str(node.target)] = None
+                    return self._graph.create_node("get_attr", str(node.target), (), {}, "module")
+        return None
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        target: Any = node.target
+        if node.op == "get_attr":
+            self._tensors[target] = None
+            return self._graph.create_node("get_attr", target, (), {}, node.name)
+        if isinstance(target, TracedDtype):
+            return self._dtype(target)
+        ambient: Ambient | None = node.meta.get("ambient")
+        only: bool | None = node.meta.get("only")
+        if node.op == "call_module":
+            self._modules[target] = None
+        if isinstance(target, Rebuild) or (ambient is None and only is None):
+            return self._graph.create_node(node.op, target, args, kwargs, node.name)
+        if node.op == "call_module":
+            args = (self._graph.create_node("get_attr", target, (), {}), *args)
+            target = None
+        if ambient is not None:
+            target = Within(ambient, target)
+        if only is not None:
+            args = (self._training(node.meta.get("owner") or ""), *args)
+            target = OnlyIf(only, target)
+        return self._graph.create_node("call_function", target, args, kwargs, node.name)
+
+    def _dtype(self, traced: TracedDtype) -> fx.Node:
+        """Read a dtype off a module of the stage, or off a tensor it receives."""
+        source = self._module_with(traced.dtype)
+        for made in self._placeholders if source is None else ():
+            spec = made.meta["spec"]
+            if spec.requires_grad and spec.dtype == traced.dtype:
+                source = made
+        if source is None:
+            return self._graph.create_node("call_function", traced, (), {})
+        return self._graph.create_node("call_function", dtype_of, (source, traced.limit), {})
+
+    def _input(self, node: fx.Node) -> fx.Node:
+        name = str(node.target)
+        if name not in self._inputs:
+            with self._graph.inserting_before(self._first):
+                made = self._graph.placeholder(name)
+            made.meta["spec"] = node.meta["spec"]
+            self._inputs[name] = made
+            self._copies[node] = made
+            self._note_dims(made)
+        return self._inputs[name]
+
+    def _put_together(self, node: fx.Node) -> fx.Node:
+        """Build a number or a nested value from the tensors of it that were received."""
+        if isinstance(node.meta.get("spec"), sympy.Basic):
+            (tensor,) = self._flow.sendable(node)
+            return self._graph.call_method("item", (self._copies[tensor],))
+        built = self._built(node.meta.get("spec"), node)
+        if isinstance(built, fx.Node):
+            return built
+        return self._graph.create_node("call_function", given, (built,), {})
+
+    def _built(self, spec: Any, owner: fx.Node | None) -> Any:
+        if isinstance(spec, TensorSpec):
+            assert owner is not None
+            return self._copies[owner]
+        found = branch(spec)
+        if found is None:
+            return self._constant(spec)
+        children = []
+        for (_, key), child in zip(found.accessors, found.children, strict=True):
+            part = accessor_of(owner, key) if owner is not None else None
+            children.append(self._built(child, part))
+        if found.is_plain:
+            return found.make(tuple(children))
+        rebuild = Rebuild(type(spec), found.make)
+        return self._graph.create_node("call_function", rebuild, tuple(children), {})
+
+    def _constant(self, value: Any) -> Any:
+        if isinstance(value, (*WRITABLE, sympy.Basic)):
+            return self.argument(value)
+        kind = Fresh if any(True for _ in mutable_parts(value)) else Constant
+        return self._graph.create_node("call_function", kind(value), (), {})
+
+    # -- arguments
+
+    def argument(self, value: Any) -> Any:
+        """Return an argument with nodes, sizes and the device of this stage."""
+        if isinstance(value, fx.Node):
+            return self.copy(value)
+        if isinstance(value, sympy.Basic):
+            return self._number(value)
+        if isinstance(value, StageDevice):
+            return self._stage_device()
+        if isinstance(value, TrainingFlag):
+            return self._training(value.module)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.argument(part) for part in value)
+        if isinstance(value, dict):
+            return {key: self.argument(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self.argument(p) for p in (value.start, value.stop, value.step)))
+        return value
+
+    def _training(self, module: str) -> fx.Node:
+        # Read where it is used: the flag may change between runs, not within one.
+        name = f"{module}.training" if module else "training"
+        if name not in self._flags:
+            with self._graph.inserting_after(self._first):
+                self._flags[name] = self._graph.create_node("get_attr", name, (), {}, "training")
+        return self._flags[name]
+
+    def _number(self, expr: sympy.Basic) -> Any:
+        if isinstance(expr, sympy.Symbol):
+            return self._size(expr.name)
+        if isinstance(expr, sympy.Integer):
+            return int(expr)
+        if isinstance(expr, (sympy.Add, sympy.Mul)) and all(
+            arg.is_integer and (arg.is_Integer or arg.is_Symbol) for arg in expr.args
+        ):
+            apply = operator.add if isinstance(expr, sympy.Add) else operator.mul
+            first, *rest = [self._number(arg) for arg in expr.args]
+            for part in rest:
+                first = self._graph.call_function(apply, (first, part))
+            return first
+        names = sorted(symbol.name for symbol in expr.free_symbols)
+        sizes = tuple(self._size(name) for name in names)
+        return self._graph.call_function(Formula(expr, names), sizes)
+
+    def _size(self, name: str) -> fx.Node:
+        if name not in self._sizes:
+            number = self._flow.number_node(name)
+            if name in self._sent_numbers:
+                self._sizes[name] = self._graph.call_method("item", (self._sent_numbers[name],))
+            elif number is not None:
+                self._sizes[name] = self.copy(number)
+            else:
+                if name not in self._dims:
+                    self._read_inputs_with(name)
+                tensor, dim = self._dims[name]
+                self._sizes[name] = self._graph.create_node(
+                    "call_method", "size", (tensor, dim), {}, name
+                )
+        return self._sizes[name]
+
+    def _read_inputs_with(self, name: str) -> None:
+        for node in self._flow.inputs(self._stage):
+            spec = node.meta["spec"]
+            if isinstance(spec, TensorSpec) and name in spec.symbols:
+                self._input(node)
+
+    def _note_dims(self, node: fx.Node) -> None:
+        spec = node.meta.get("spec")
+        if isinstance(spec, TensorSpec):
+            for dim, size in enumerate(spec.shape):
+                if isinstance(size, sympy.Symbol):
+                    self._dims.setdefault(size.name, (node, dim))
+
+    def _stage_device(self) -> Any:
+        if self._device is None:
+            source = self._device_source()
+            place = source if isinstance(source, fx.Node) and source.op == "get_attr" else None
+            with self._graph.inserting_after(place or self._first):
+                self._device = self._graph.call_function(device_of, (source,))
+        return self._device
+
+    def _device_source(self) -> Any:
+        """Return a tensor that is where the stage is: received, its own, or an input."""
+        if self._placeholders:
+            return self._placeholders[0]
+        for node in self._flow.own(self._stage):
+            if node.op == "call_module" and _has_parameters(self._flow, str(node.target)):
+                self._modules[str(node.target)] = None
+                with self._graph.inserting_after(self._first):
+                    return self._graph.create_node("get_attr", str(node.target), (), {}, "module")
+        for node in self._flow.traced.graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta["spec"], TensorSpec):
+                return self._input(node)
+        return None
+
+    # -- the end
+
+    def _sendable(self, node: fx.Node) -> fx.Node:
+        """Return a node's tensor; one that exists in one mode only is zeros in the other."""
+        made: fx.Node = self.copy(node)
+        if node.meta.get("only") is None:
+            return made
+        spec: TensorSpec = node.meta["spec"]
+        shape = tuple(self.argument(sympy.sympify(size)) for size in spec.shape)
+        return self._graph.call_function(or_zeros, (made, shape, spec.dtype, self._stage_device()))
+
+    def finish(
+        self,
+        received: tuple[Received, ...],
+        sent: tuple[Sent, ...],
+        output: fx.Node | Sequence[fx.Node],
+        repeated: tuple[str, ...],
+    ) -> StageGraph:
+        """Write the output and return the finished stage."""
+        if isinstance(output, fx.Node):
+            self._graph.output(self.argument(output.args[0]))
+        else:
+            values = tuple(self._sendable(node) for node in output)
+            self._graph.output(values[0] if len(values) == 1 else values)
+        self._graph.erase_node(self._first)
+        return StageGraph(
+            with_checkpoints(self._graph),
+            received,
+            tuple(self._inputs),
+            sent,
+            tuple(self._modules),
+            tuple(self._tensors),
+            tuple(name.rpartition(".")[0] for name in self._flags),
+            repeated,
+        )
+
+
+_KEPT = {"spec", "where", "owner", "accessor", "checkpoint"}
+
+
+def _start() -> None:
+    """Mark the end of the placeholders while a graph is written."""
+
+
+def _has_parameters(flow: Flow, name: str) -> bool:
+    return any(True for _ in flow.traced.module.get_submodule(name).parameters())

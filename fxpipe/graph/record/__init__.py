@@ -1,0 +1,1 @@
+"""Write down what opened code does."""

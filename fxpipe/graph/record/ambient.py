@@ -1,0 +1,68 @@
+"""What opened code was under when it ran an operation, for the stage to restore.
+
+Autocast and gradient settings, `checkpoint()` regions, and the dtypes that the
+code read off tensors before. `mark` leaves them on a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph.cut.checkpoint_regions import Region
+from fxpipe.graph.record.graph_calls import Ambient
+
+__all__ = ["Surroundings"]
+
+
+class Surroundings:
+    """Changes as the opened code goes on."""
+
+    def __init__(self) -> None:
+        self._autocast: list[tuple[Any, ...]] = []
+        self._regions: list[Region] = []
+        self._dtypes: dict[torch.dtype, fx.Node | None] = {}
+
+    def autocast(self, region: Any, entering: bool) -> None:
+        """Follow an autocast region."""
+        if entering:
+            cache = getattr(region, "_cache_enabled", None)
+            self._autocast.append((region.device, region.fast_dtype, region._enabled, cache))
+        elif self._autocast:
+            self._autocast.pop()
+
+    def checkpoint(self, options: dict[str, Any], entering: bool) -> None:
+        """Follow a `checkpoint()`."""
+        if entering:
+            self._regions.append(Region(options))
+        else:
+            self._regions.pop()
+
+    def reentrant(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run what a `checkpoint()` with `use_reentrant=True` runs."""
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # as this variant of checkpoint does it
+                return run(*args)
+        options = {"preserve_rng_state": preserve}
+        self.checkpoint(options, entering=True)
+        try:
+            return run(*args)
+        finally:
+            self.checkpoint(options, entering=False)
+
+    def dtype_read(self, dtype: torch.dtype, source: fx.Node | None) -> None:
+        """Remember the tensor that a dtype was last read off; None for state."""
+        self._dtypes = {**self._dtypes, dtype: source}
+
+    def mark(self, node: fx.Node) -> None:
+        """Leave the present settings on a node, as far as they are not the usual ones."""
+        ambient = Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
+        if ambient != Ambient():
+            node.meta["ambient"] = ambient
+        if self._regions:
+            node.meta["checkpoint"] = tuple(self._regions)
+        if self._dtypes:
+            node.meta["dtypes"] = self._dtypes

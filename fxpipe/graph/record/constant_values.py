@@ -1,0 +1,118 @@
+"""Answer a decision on a tensor's value when the answer can only be one.
+
+Code may ask `if torch.rand([]) < self.layerdrop` with a rate of zero, or look at a
+constant tensor. `Decisions` follows the tensors that depend on no input and no
+parameter, in leaves too, and can compute them: with the random numbers at both ends
+of their range and with several draws. If every answer is the same it is the
+answer; otherwise the decision is a real one, and cannot be part of a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.nested import SYMBOLIC, map_leaves, walk
+
+__all__ = ["DECISIONS", "RANDOM", "Decisions", "ValueDecidesError"]
+
+# Functions that hand the value of a tensor to Python.
+DECISIONS = frozenset(
+    {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
+)
+_DRAWS = 8
+_UNIFORM = {"rand", "rand_like", "uniform_"}
+RANDOM = {
+    *_UNIFORM, "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
+    "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "dropout", "poisson",
+}  # fmt: skip
+_LARGEST = 1024  # elements of a tensor that is worth following
+
+
+class ValueDecidesError(TraceError):
+    """Opened code needs the value of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Made:
+    """How to make a tensor again."""
+
+    tensor: torch.Tensor
+    func: Any
+    args: Any
+    kwargs: Any
+
+
+class Decisions:
+    """The tensors of a trace whose values follow from constants and random numbers alone."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, _Made] = {}
+
+    def note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Remember how a tensor was made, if from nothing but constants and draws."""
+        if not isinstance(output, torch.Tensor) or any(output is arg for arg in args):
+            for leaf in (output, *args):
+                if isinstance(leaf, torch.Tensor):
+                    self._made.pop(id(leaf), None)  # changed in place: no longer known
+            return
+        if len(args) and isinstance(args[0], torch.Tensor) and id(args[0]) not in self._made:
+            return
+        if not _is_small(output):
+            return
+        for _, leaf in walk((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in self._made:
+                    return
+            elif isinstance(leaf, SYMBOLIC):
+                return
+        self._made[id(output)] = _Made(output, func, args, kwargs)
+
+    def settled(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the one value that a tensor always has, in a list; empty if there is none."""
+        if id(tensor) not in self._made:
+            return []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            is_random = self._is_random(tensor)
+            ends: list[float | None] = [0.0, 1.0 - 2**-24] if is_random else []
+            draws: list[float | None] = [None] * (_DRAWS if is_random else 1)
+            try:
+                found = [self._compute(tensor, end, {}) for end in (*ends, *draws)]
+            except Exception:
+                return []
+        return found[:1] if all(torch.equal(value, found[0]) for value in found) else []
+
+    def _is_random(self, tensor: torch.Tensor) -> bool:
+        made = self._made[id(tensor)]
+        inside = [leaf for _, leaf in walk((made.args, made.kwargs))]
+        return _name(made.func) in RANDOM or any(
+            self._is_random(leaf) for leaf in inside if isinstance(leaf, torch.Tensor)
+        )
+
+    def _compute(self, tensor: torch.Tensor, end: float | None, done: dict[int, Any]) -> Any:
+        if id(tensor) not in done:
+            made = self._made[id(tensor)]
+
+            def real(leaf: Any) -> Any:
+                return self._compute(leaf, end, done) if isinstance(leaf, torch.Tensor) else leaf
+
+            kwargs = {key: value for key, value in made.kwargs.items() if key != "device"}
+            value = made.func(*map_leaves(real, made.args), **map_leaves(real, kwargs))
+            if end is not None and _name(made.func) in _UNIFORM:
+                value.fill_(end)
+            done[id(tensor)] = value
+        return done[id(tensor)]
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    sizes = tuple(tensor.shape)
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return False
+    return tensor.numel() <= _LARGEST
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")

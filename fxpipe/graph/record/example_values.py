@@ -1,0 +1,414 @@
+"""What the example inputs say, where opened code asks for more than sizes.
+
+Fake tensors have no values, but some models decide by them: whether a mask has any
+padding, how many patches each image has. If such a value follows from the model's
+inputs alone, it can be computed for the example: the operations recorded so far run
+once more, on the example's own tensors. The graph is then right for all inputs that
+say the same, and a check in the stage makes sure that they do (see `agreed`).
+
+A count may grow with the batch. So the example is also looked at two and three
+times as large, its rows repeated; a number that grows along becomes a formula.
+
+Never computed: what depends on a parameter or on random numbers. And floating-point
+inputs decide nothing, for they will hardly be the same the next time; they may be
+counted, though (images that are not all zero).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._sympy.functions import FloorDiv
+
+from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
+from fxpipe.graph.record.constant_values import RANDOM
+from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
+from fxpipe.graph.sandbox.fake import FakeState, Left
+from fxpipe.graph.sandbox.restore import preserved_values
+from fxpipe.graph.sizes.learn import exprs_in, fake_like, grown
+
+__all__ = ["ExampleValues", "NoValueError", "has_unbacked"]
+
+_SCALES = (1, 2, 3)
+
+
+class NoValueError(Exception):
+    """A value that does not follow from the example inputs."""
+
+
+class ExampleValues:
+    """Computes values of one trace for the example inputs."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: FakeTensorMode,
+        state: FakeState,
+        tape: Tape,
+        inputs: Mapping[str, Any],
+        fakes: Mapping[str, Any],
+    ) -> None:
+        self._module = module
+        self._mode = mode
+        self._state = state
+        self._tape = tape
+        self._inputs = inputs
+        self._rows: dict[int, sympy.Symbol] = {}
+        self._repeat = 1
+        self._is_usable = True
+        for (_, real), (_, fake) in zip(walk(dict(inputs)), walk(dict(fakes)), strict=True):
+            if isinstance(real, torch.Tensor):
+                self._look_at(real, fake)
+
+    def _look_at(self, real: torch.Tensor, fake: torch.Tensor) -> None:
+        self._is_usable &= not (real.is_meta or isinstance(real, FakeTensor))
+        for dim, size in enumerate(fake.shape):
+            if not isinstance(size, torch.SymInt):
+                continue
+            is_rows = dim == 0 and isinstance(size.node.expr, sympy.Symbol)
+            if is_rows:
+                self._rows[id(real)] = size.node.expr
+            hint = int(size.node.expr.xreplace(self._env.backed_var_to_val))
+            if hint != real.shape[dim]:  # an example of size 1 stands for 2
+                self._is_usable &= is_rows and hint == 2
+                self._repeat = 2
+
+    @property
+    def _env(self) -> Any:
+        assert self._mode.shape_env is not None
+        return self._mode.shape_env
+
+    def free_rows(self) -> list[sympy.Symbol]:
+        """Return the sizes that grow when the rows of the inputs are repeated."""
+        found = {self._env.replace(row): None for row in self._rows.values()}
+        return [row for row in found if isinstance(row, sympy.Symbol)]
+
+    def result(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a function says about the example, numbers in terms of sizes.
+
+        If it depends on the number of rows in no simple way, that number is fixed.
+
+        Raises:
+            NoValueError: its arguments do not follow from the inputs, or it returns tensors.
+        """
+        found = [self._call(func, args, kwargs, 1)]
+        if has_tensor(found[0]):
+            raise NoValueError
+        if self.free_rows():
+            try:
+                found += [self._call(func, args, kwargs, scale) for scale in _SCALES[1:]]
+                return self._joined(found)
+            except Exception:
+                self.fix_rows()
+        return found[0]
+
+    def sizes(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None
+    ) -> Any:
+        """Return what a function returns as fake tensors, with the sizes of the example.
+
+        Tensors that do not follow from the inputs are made up; if they make a
+        difference for a size, there is no telling. The state of `module`, if the
+        function is one, is left as it was.
+
+        Raises:
+            NoValueError: the sizes do not follow from the inputs.
+        """
+        first = self._call(func, args, kwargs, 1, torch.randn, module)
+        again = self._call(func, args, kwargs, 1, torch.ones, module)
+        if not has_tensor(first) or _described(first) != _described(again):
+            raise NoValueError
+        shapes: Any = _shapes(first)
+        if self.free_rows():
+            try:
+                more = [
+                    _shapes(self._call(func, args, kwargs, scale, torch.randn, module))
+                    for scale in _SCALES[1:]
+                ]
+                shapes = self._joined([shapes, *more])
+            except Exception:
+                self.fix_rows()
+        remaining = iter(shapes)
+
+        def fake(leaf: Any) -> Any:
+            return fake_like(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf
+
+        with self._mode:
+            return map_leaves(fake, first)
+
+    def shapes(self, func: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
+        """Return the sizes of what a module returns for the example, as numbers.
+
+        Raises:
+            NoValueError: none of its arguments follows from the inputs.
+        """
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if not any(self._has_value(tensor) for tensor in tensors):
+            raise NoValueError
+        return _shapes(self._call(func, args, kwargs, 1, torch.randn, module))
+
+    def _has_value(self, tensor: torch.Tensor) -> bool:
+        if tensor.is_floating_point():
+            return False
+        with contextlib.suppress(NoValueError, UnknownTensorError):
+            self._needed(self._tape.node_of(tensor))
+            return self._is_usable
+        return False
+
+    def fix_others(self, args: Any, kwargs: Any) -> None:
+        """Have all sizes but the number of rows be those of the example, for good."""
+        found = {
+            symbol for expr in exprs_in((args, kwargs), self._env) for symbol in expr.free_symbols
+        }
+        for symbol in found - set(self.free_rows()):
+            if symbol in self._env.backed_var_to_val:
+                self._env.evaluate_expr(sympy.Eq(symbol, self._env.backed_var_to_val[symbol]))
+
+    def fix_rows(self) -> None:
+        """Have the number of rows be that of the example, for good."""
+        for row in self.free_rows():
+            self._env.evaluate_expr(sympy.Eq(row, self._env.backed_var_to_val[row]))
+
+    # -- formulas
+
+    def _joined(self, found: Sequence[Any]) -> Any:
+        paths = [[path for path, _ in walk(one)] for one in found]
+        if any(path != paths[0] for path in paths):
+            raise NoValueError
+        leaves = iter(zip(*([leaf for _, leaf in walk(one)] for one in found), strict=True))
+        return map_leaves(lambda _: self._formula(next(leaves)), found[0])
+
+    def _formula(self, values: Sequence[Any]) -> Any:
+        first = values[0]
+        if all(type(value) is type(first) and value == first for value in values):
+            return first
+        if type(first) is not int or any(type(value) is not int for value in values):
+            raise NoValueError
+        step = values[1] - first
+        if any(later - sooner != step for sooner, later in itertools.pairwise(values)):
+            raise NoValueError
+        rows = [(row, int(self._env.backed_var_to_val[row])) for row in self.free_rows()]
+        for row, hint in rows:
+            if step == hint:
+                return self._number(row + first - step, first)
+        for row, hint in rows:
+            if step % hint == 0:
+                return self._number(step // hint * row + first - step, first)
+        row, hint = rows[0]
+        return self._number(FloorDiv(step * row, hint) + first - step, first)
+
+    def _number(self, expr: sympy.Expr, hint: int) -> Any:
+        return self._env.create_symintnode(expr, hint=hint)
+
+    # -- running again
+
+    def _call(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        scale: int,
+        made_up: Callable[..., torch.Tensor] | None = None,
+        module: nn.Module | None = None,
+    ) -> Any:
+        if not self._is_usable:
+            raise NoValueError
+        if made_up is None and not _is_count(args) and self._reads_floats((args, kwargs)):
+            raise NoValueError
+        kept = preserved_values(module) if module is not None else contextlib.nullcontext()
+        with Left(self._mode), self._state.real(), kept:
+            real_args, real_kwargs = self._real((args, kwargs), scale, made_up)
+            return func(*real_args, **real_kwargs)
+
+    def _real(self, value: Any, scale: int, made_up: Callable[..., torch.Tensor] | None) -> Any:
+        values = self._sizes_at(scale)
+        done: dict[fx.Node, Any] = {}
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, SYMBOLIC):
+                return _number_at(self._env.replace(leaf.node.expr), values)
+            if not isinstance(leaf, FakeTensor):
+                return leaf
+            try:
+                return self._value(self._tape.node_of(leaf), scale, done)
+            except (NoValueError, UnknownTensorError):
+                if made_up is None:
+                    raise NoValueError from None
+            shape = [_number_at(self._expr(size), values) for size in leaf.shape]
+            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+                made = made_up(shape, dtype=leaf.dtype)
+                return grown(made) if leaf.requires_grad else made
+            # As a mask or an index this could decide a size: never the same twice.
+            whole = torch.ones if made_up is torch.ones else torch.zeros
+            return whole(shape, dtype=leaf.dtype)
+
+        return map_leaves(one, value)
+
+    def _expr(self, size: Any) -> Any:
+        return self._env.replace(size.node.expr) if isinstance(size, torch.SymInt) else size
+
+    def _sizes_at(self, scale: int) -> dict[sympy.Symbol, int]:
+        rows = set(self.free_rows())
+        return {
+            symbol: int(value) * (scale if symbol in rows else 1)
+            for symbol, value in self._env.backed_var_to_val.items()
+        }
+
+    def _reads_floats(self, value: Any) -> bool:
+        tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, FakeTensor)]
+        try:
+            needed = set().union(*(self._needed(self._tape.node_of(t)) for t in tensors))
+        except UnknownTensorError:
+            return True
+        inputs = [self._inputs[str(node.target)] for node in needed if node.op == "placeholder"]
+        leaves = [leaf for _, leaf in walk(inputs) if isinstance(leaf, torch.Tensor)]
+        return any(leaf.is_floating_point() for leaf in leaves)
+
+    def _needed(self, wanted: fx.Node, done: Collection[fx.Node] = ()) -> set[fx.Node]:
+        needed: set[fx.Node] = set()
+        stack = [wanted]
+        while stack:
+            node = stack.pop()
+            if node not in needed and node not in done:
+                self._check(node)
+                needed.add(node)
+                if not _asks_for_size(node):
+                    stack.extend(node.all_input_nodes)
+        return needed
+
+    def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, Any]) -> Any:
+        """Compute one node, and in the order of the graph what it depends on."""
+        needed = self._needed(wanted, done)
+        with torch.no_grad():
+            for node in self._tape.graph.nodes:
+                if node in needed:
+                    done[node] = self._run(node, scale, done)
+        return done[wanted]
+
+    def _check(self, node: fx.Node) -> None:
+        if node.op == "get_attr" and str(node.target) not in dict(self._module.named_buffers()):
+            raise NoValueError
+        if node.op == "call_module":
+            part = self._module.get_submodule(str(node.target))
+            is_random = any("drop" in type(p).__name__.lower() for p in part.modules())
+            if is_random or any(True for _ in part.parameters()):
+                raise NoValueError
+        name = getattr(node.target, "__name__", node.target)
+        if node.op in ("call_function", "call_method") and name in RANDOM:
+            raise NoValueError
+
+    def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, Any]) -> Any:
+        if node.op == "placeholder":
+            return self._input(str(node.target), scale)
+        if node.op == "get_attr":
+            buffer = self._module.get_buffer(str(node.target))
+            if buffer.is_meta:
+                raise NoValueError
+            return buffer.clone()
+        values = self._sizes_at(scale)
+        if _asks_for_size(node):
+            done = {**done, **{s: self._blank(s, values) for s in node.all_input_nodes}}
+        args, kwargs = self._arguments((node.args, node.kwargs), values, done)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            return self._module.get_submodule(str(node.target))(*args, **kwargs)
+        target: Any = node.target
+        return target(*args, **kwargs)
+
+    def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> Any:
+        """Return a tensor of a node's size, for code that does not look at its values."""
+        fake = node.meta.get("val")
+        if not isinstance(fake, torch.Tensor):
+            raise NoValueError
+        shape = [_number_at(self._expr(size), values) for size in fake.shape]
+        return torch.zeros(shape, dtype=fake.dtype)
+
+    def _input(self, name: str, scale: int) -> Any:
+        copies = scale * self._repeat
+
+        def repeated(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            row = self._rows.get(id(leaf))
+            is_free = row is not None and isinstance(self._env.replace(row), sympy.Symbol)
+            count = copies if is_free else self._repeat if row is not None else 1
+            return torch.cat([leaf.detach()] * count) if count > 1 else leaf.detach().clone()
+
+        return map_leaves(repeated, self._inputs[name])
+
+    def _arguments(
+        self, args: Any, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, Any]
+    ) -> Any:
+        if isinstance(args, fx.Node):
+            return done[args]
+        if isinstance(args, sympy.Basic):
+            return _number_at(self._env.replace(args), values)
+        if isinstance(args, StageDevice):
+            return next(iter(self._tape.trace_devices), torch.device("cpu"))
+        if isinstance(args, (tuple, list)):
+            return type(args)(self._arguments(part, values, done) for part in args)
+        if isinstance(args, dict):
+            return {key: self._arguments(part, values, done) for key, part in args.items()}
+        if isinstance(args, slice):
+            parts = (args.start, args.stop, args.step)
+            return slice(*(self._arguments(part, values, done) for part in parts))
+        return args
+
+
+def has_unbacked(output: Any, env: Any) -> bool:
+    """Say whether a size in a nested value comes from data."""
+    sizes: Iterable[Any] = (
+        size
+        for _, leaf in walk(output)
+        for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
+    )
+    return any(
+        isinstance(size, torch.SymInt)
+        and not env.replace(size.node.expr).free_symbols <= env.backed_var_to_val.keys()
+        for size in sizes
+    )
+
+
+def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
+    if not isinstance(expr, sympy.Basic):
+        return expr
+    found: Any = sympy.sympify(expr.xreplace(dict(values)))
+    if found in (sympy.true, sympy.false):
+        return bool(found)
+    if not found.is_number:
+        raise NoValueError
+    return int(found) if found.is_integer else float(found)
+
+
+_LIKE = {
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+
+
+def _asks_for_size(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", node.target) in _LIKE
+
+
+def _is_count(args: Any) -> bool:
+    is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
+    return is_tensor and args[0].dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def _described(output: Any) -> list[Any]:
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for _, leaf in walk(output)]
+
+
+def _shapes(output: Any) -> list[list[int]]:
+    return [
+        [int(size) for size in leaf.shape]
+        for _, leaf in walk(output)
+        if isinstance(leaf, torch.Tensor)
+    ]

@@ -1,0 +1,393 @@
+"""Learn what a leaf module returns, running equal leaves only once.
+
+A leaf stays one call in the graph; all the trace needs is its output's structure
+and sizes. Two leaves are equal if they have the same class, the same shapes of
+parameters and buffers, the same plain attributes (a layer's own index aside) and
+get the same kind of arguments: then the outputs look alike, and the second leaf
+does not run. Code that may call `pipe_split()` always runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxpipe.graph import markers
+from fxpipe.graph.nested import SYMBOLIC, contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.record.constant_values import ValueDecidesError
+from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
+from fxpipe.graph.sandbox.fake import FakeState, Left
+from fxpipe.graph.sandbox.real_run import run_real
+from fxpipe.graph.sandbox.restore import preserved
+from fxpipe.graph.sizes.learn import Values, empty, exprs_in, hints_of, learn_sizes, number_at
+
+__all__ = ["LeafOutcome", "LeafRuns", "fresh"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafOutcome:
+    """What a leaf returned, and what it did to its tensor arguments (by position).
+
+    `changed` were modified in place. Of `untouched` no operation used the values.
+    `is_likely`: its sizes may depend on values, and were learnt from some of them.
+    `wrote` names the buffers of the leaf that it changed in place.
+    """
+
+    output: Any
+    changed: tuple[int, ...]
+    untouched: tuple[int, ...]
+    is_likely: bool = False
+    wrote: tuple[str, ...] = ()
+
+
+class LeafRuns:
+    """Runs leaves of one trace on fake tensors and remembers the outcomes."""
+
+    def __init__(self, mode: FakeTensorMode, state: FakeState) -> None:
+        self._mode = mode
+        self._state = state
+        self._outcomes: dict[Hashable, LeafOutcome] = {}
+        self._kinds: dict[int, Hashable] = {}
+        self._alive: list[Any] = []
+        self._touched: set[int] | None = set()
+        self.example: ExampleValues | None = None
+        self.runs = 0
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome:
+        """Return the outcome of a call; its tensors are new objects each time."""
+        key = self._key(module, args, kwargs)
+        if key is None or key not in self._outcomes:
+            before = contents((args, kwargs))
+            buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+            outcome = self._run(module, call, args, kwargs)
+            wrote = tuple(name for name, buffer, old in buffers if buffer._version != old)
+            outcome = dataclasses.replace(outcome, wrote=wrote)
+            is_special = outcome.is_likely and self.example is not None
+            if key is None or is_special or contents((args, kwargs)) != before:
+                return outcome
+            self._outcomes[key] = outcome
+        known = self._outcomes[key]
+        return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
+
+    def run_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
+        """Return what a function returns, in a list, by running it at plain sizes."""
+        try:
+            outcome = self._run_sized(None, func, args, kwargs)
+        except Exception:
+            return []
+        return [] if outcome is None or outcome.changed else [outcome.output]
+
+    def run_function_real(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, failure: Exception
+    ) -> Any:
+        """Return what a function returns, by running it on made-up real tensors."""
+        with Left(self._mode), self._state.real():
+            return run_real(self._mode, nn.Module(), func, args, kwargs, failure)
+
+    def touch(self, args: Iterable[Any]) -> None:
+        """Take note of the tensors that an operation inside a leaf uses."""
+        if self._touched is None:
+            return
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                self._touched.add(id(arg))
+            elif isinstance(arg, (tuple, list)):
+                self.touch(arg)
+
+    def _run(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome:
+        self.runs += 1
+        failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
+        try:
+            found = self._run_sized(module, call, args, kwargs)
+            if found is None:
+                with preserved(module):
+                    found = self._run_as_is(call, args, kwargs)
+            if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
+                return found
+        except Exception as error:
+            failure = error
+        return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
+
+    def _run_real(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        failure: Exception,
+    ) -> Any:
+        expected: Any = None
+        if self.example is not None:
+            with contextlib.suppress(Exception):
+                expected = self.example.shapes(call, args, kwargs, module)
+        try:
+            with Left(self._mode), self._state.real(), preserved(module):
+                output = run_real(self._mode, module, call, args, kwargs, failure)
+            if expected is None or expected == self._shapes_at_hints(output):
+                return output
+        except Exception:
+            if expected is None:
+                raise
+        # Made-up values give other sizes than the example's: follow the example.
+        assert self.example is not None
+        self.example.fix_others(args, kwargs)
+        return self.example.sizes(call, args, kwargs, module)
+
+    def _shapes_at_hints(self, output: Any) -> list[list[int]]:
+        env = self._mode.shape_env
+        assert env is not None
+        hints = env.backed_var_to_val
+        return [
+            [number_at(size, env, hints) for size in leaf.shape]
+            for _, leaf in walk(output)
+            if isinstance(leaf, torch.Tensor)
+        ]
+
+    def _run_sized(
+        self, module: nn.Module | None, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> LeafOutcome | None:
+        """Run at two sets of plain sizes; None if that does not tell the output's sizes."""
+        env = self._mode.shape_env
+        assert env is not None
+        known = exprs_in((args, kwargs), env)
+        hints = hints_of(known, env) if _has_symbolic((args, kwargs)) else None
+        if hints is None or any(_is_opaque(part) for part in mutable_parts((args, kwargs))):
+            return None
+        first: LeafOutcome | None = None
+
+        def run_at(values: Values) -> Any:
+            nonlocal first
+            kept = preserved(module) if module is not None else contextlib.nullcontext()
+            with kept, _cached(self._mode):
+                outcome = self._run_as_is(call, *_at_sizes((args, kwargs), env, values))
+            first = first or outcome
+            return outcome.output
+
+        found = learn_sizes(self._mode, hints, known, run_at)
+        if not found and module is not None:
+            free = self._without_fixed(hints, run_at)
+            if free:
+                known = exprs_in((args, kwargs), env)
+                found = learn_sizes(self._mode, free, known, run_at)
+        assert first is not None
+        return dataclasses.replace(first, output=found[0]) if found else None
+
+    def _without_fixed(self, hints: Values, run_at: Callable[[Values], Any]) -> Values:
+        """Fix the sizes that a leaf takes at no other value; return the others, if that helps."""
+        env = self._mode.shape_env
+        assert env is not None
+
+        def takes(values: Values) -> bool:
+            try:
+                run_at({**hints, **values})
+            except Exception:
+                return False
+            return True
+
+        fixed = {
+            symbol: hint
+            for symbol, hint in hints.items()
+            if not any(takes({symbol: size}) for size in _other_sizes(hint))
+        }
+        if not fixed or any(takes({s: h * times for s, h in fixed.items()}) for times in (2, 3)):
+            return {}  # none, or some that may only change together
+        for symbol, hint in fixed.items():
+            env.evaluate_expr(sympy.Eq(symbol, hint))
+        return {symbol: hint for symbol, hint in hints.items() if symbol not in fixed}
+
+    def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        self._touched = set()
+        output = call(*args, **kwargs)
+        touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
+        changed = [t._version != v for t, v in zip(tensors, versions, strict=True)]
+        return LeafOutcome(
+            map_leaves(_fresh_leaf, output),
+            tuple(index for index, was_changed in enumerate(changed) if was_changed),
+            tuple(index for index, tensor in enumerate(tensors) if id(tensor) not in touched),
+        )
+
+    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
+        described = []
+        for path, leaf in walk((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                described.append((path, _tensor_key(leaf)))
+            elif isinstance(leaf, SYMBOLIC):
+                described.append((path, leaf.node.expr))
+            else:
+                described.append((path, _value_key(leaf)))
+        ambient = (torch.is_grad_enabled(), _autocast_key())
+        key = (self._kind(module), ambient, tuple(described))
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _kind(self, module: nn.Module) -> Hashable:
+        if id(module) not in self._kinds:
+            self._alive.append(module)
+            self._kinds[id(module)] = _module_key(module)
+        return self._kinds[id(module)]
+
+
+def _other_sizes(hint: int) -> list[int]:
+    return [2 * hint, hint + 1, *([hint // 2, hint - 1] if hint > 3 else [])]
+
+
+def _is_opaque(value: Any) -> bool:
+    return type(value) not in (list, dict)
+
+
+@contextlib.contextmanager
+def _cached(mode: FakeTensorMode) -> Iterator[None]:
+    # Torch's own cache pays off where sizes are plain numbers.
+    mode.cache_enabled = True
+    try:
+        yield
+    finally:
+        mode.cache_enabled = False
+
+
+def _at_sizes(value: Any, env: ShapeEnv, values: Values) -> Any:
+    """Return arguments with every tensor at plain sizes."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return number_at(leaf, env, values)
+        if not isinstance(leaf, torch.Tensor) or not _is_symbolic(leaf):
+            return leaf
+        if id(leaf) not in memo:
+            memo[id(leaf)] = fresh(
+                leaf,
+                [number_at(size, env, values) for size in leaf.shape],
+                [number_at(step, env, values) for step in leaf.stride()],
+            )
+        return memo[id(leaf)]
+
+    return map_leaves(one, value)
+
+
+def _has_symbolic(value: Any) -> bool:
+    """Say whether a size is symbolic, also one that is known to be a certain number by now."""
+    return any(
+        _is_symbolic(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, torch.SymInt)
+        for _, leaf in walk(value)
+    )
+
+
+def _is_symbolic(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
+
+
+def fresh(tensor: torch.Tensor, shape: Any = None, stride: Any = None) -> torch.Tensor:
+    """Return a new fake tensor like this one, or of another size, that may be changed."""
+    shape = tensor.shape if shape is None else shape
+    stride = tensor.stride() if stride is None else stride
+    return empty(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def _fresh_leaf(leaf: Any) -> Any:
+    return fresh(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    sizes = tuple(_number(size) for size in (*tensor.shape, *tensor.stride()))
+    return (
+        sizes,
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.device,
+        isinstance(tensor, FakeTensor),
+    )
+
+
+def _number(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def _autocast_key() -> Hashable:
+    return tuple(
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+    )
+
+
+_INDEX_LIKE = {
+    "layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "idx", "index",
+    "block_idx", "block_id", "block_index", "depth_idx", "i",
+}  # fmt: skip
+_OWN = {
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
+    "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+}  # fmt: skip
+
+
+def _module_key(module: nn.Module) -> Hashable:
+    if any(map(_may_split, {type(part) for part in module.modules()})):
+        return id(module)
+    return tuple((name, _one_module_key(part)) for name, part in module.named_modules())
+
+
+def _one_module_key(module: nn.Module) -> Hashable:
+    tensors = tuple(
+        (name, tensor.shape, tensor.dtype)
+        for place in (module._parameters, module._buffers)
+        for name, tensor in place.items()
+        if tensor is not None
+    )
+    attributes = tuple(
+        (name, _value_key(value))
+        for name, value in vars(module).items()
+        if name not in _OWN and name not in _INDEX_LIKE and not isinstance(value, torch.Tensor)
+    )
+    return (type(module), tensors, attributes)
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device, type)):
+        return (type(value).__name__, value)
+    if isinstance(value, float):
+        return "float"  # a rate or an epsilon: it does not decide a shape
+    if isinstance(value, (tuple, list)) and len(value) < 64:
+        return (type(value).__name__, tuple(_value_key(part) for part in value))
+    if isinstance(value, dict) and len(value) < 64:
+        return tuple((str(key), _value_key(part)) for key, part in value.items())
+    return ("object", id(value))
+
+
+def _may_split(kind: type) -> bool:
+    for parent in kind.__mro__:
+        if parent.__module__.startswith(("torch.", "transformers.")):
+            continue
+        scope = vars(sys.modules.get(parent.__module__, sys))
+        if any(
+            value in (markers.pipe_split, markers) for value in map(_plain_value, scope.values())
+        ):
+            return True
+        if "fxpipe" in scope:
+            return True
+    return False
+
+
+def _plain_value(value: Any) -> Any:
+    # Comparing arbitrary module globals must not run their __eq__.
+    return value if type(value) in (type(markers), type(markers.pipe_split)) else None

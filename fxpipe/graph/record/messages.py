@@ -1,0 +1,36 @@
+"""What a trace says when it cannot go on: what was found, where, and what to do."""
+
+from __future__ import annotations
+
+from fxpipe.graph.source_line import Place
+
+__all__ = ["a_draw", "a_value_decides", "an_unknown_tensor"]
+
+
+def a_value_decides(who: str, place: Place | None) -> str:
+    """Say that the value of a tensor decides."""
+    where = f"\n  {place}\n    {place.source}" if place is not None else ""
+    return (
+        f"the value of a tensor decides what {who} does next, so it cannot be captured as "
+        f"a graph here{where}\n"
+        "keep this code inside a submodule that is not split (fxpipe leaves those as they "
+        "are), move the split, or compute the decision from sizes or constants"
+    )
+
+
+def a_draw(place: Place) -> str:
+    """Say that opened code uses a random number that is not torch's."""
+    return (
+        "code that is split draws a random number from Python or numpy, which would be the "
+        f"same in every run of a stage\n  at or before {place}\n    {place.source}\n"
+        "use torch.rand, keep this code inside a submodule that is not split, or turn it off "
+        "(a rate of zero is fine)"
+    )
+
+
+def an_unknown_tensor(place: Place) -> str:
+    """Say that no recorded operation made a tensor."""
+    return (
+        f"a tensor used at {place} was made by code that fxpipe cannot see\n"
+        "move that code into a submodule that is not split, or register the tensor as a buffer"
+    )

@@ -1,0 +1,410 @@
+"""Run a model once on fake tensors and write down what its opened code does.
+
+A `Trace` sees every torch function (as a TorchFunctionMode) and every module call.
+In opened modules each torch function becomes a node. Any other module is a leaf:
+one `call_module` node, whatever happens inside. Splits asked for by `pipe_split()`
+or by name become `pipe_split` nodes.
+
+A split inside a leaf cannot be honoured in this run; the trace then says in
+`wanted` which modules would have to be opened, and the caller traces again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.nested import has_tensor, map_leaves, walk
+from fxpipe.graph.record.agreed import Agreed, AgreedSizes
+from fxpipe.graph.record.ambient import Surroundings
+from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError
+from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
+from fxpipe.graph.record.graph_calls import Applied, Refusal
+from fxpipe.graph.record.leaf_runs import LeafRuns
+from fxpipe.graph.record.mapped import Mapped, function_modes
+from fxpipe.graph.record.messages import a_draw, a_value_decides, an_unknown_tensor
+from fxpipe.graph.record.mutable_arguments import Handed
+from fxpipe.graph.record.names import Names
+from fxpipe.graph.record.opruns import run_operation
+from fxpipe.graph.record.python_random import Chance
+from fxpipe.graph.record.state_writes import StateWatch
+from fxpipe.graph.record.substitutes import stacked, stacked_indices, substitute
+from fxpipe.graph.record.tape import Tape, UnknownTensorError
+from fxpipe.graph.record.torch_functions import as_node, is_metadata, plain_tuples
+from fxpipe.graph.sandbox.fake import FakeState, Left
+from fxpipe.graph.sandbox.patches import observe, unobserved
+from fxpipe.graph.sizes.symbols import Sizes
+from fxpipe.graph.source_line import is_users, user_frame
+
+__all__ = ["Trace"]
+
+_TO_NUMPY = ("numpy", "__array__")
+
+
+class Trace(TorchFunctionMode):
+    """One run of a model under observation; the graph grows on `tape`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: FakeTensorMode,
+        sizes: Sizes,
+        state: FakeState,
+        opened: Collection[str],
+        splits: Mapping[str, SplitPoint],
+    ) -> None:
+        super().__init__()
+        self._names = Names(module)
+        self._mode = mode
+        self._sizes = sizes
+        self._state = state
+        self._opened = set(opened)
+        self._splits = dict(splits)
+        self._leaves = LeafRuns(mode, state)
+        self._decisions = Decisions()
+        self._stack: list[nn.Module] = []
+        self._leaf_stack: list[nn.Module] = []
+        self._busy = False
+        self._surroundings = Surroundings()
+        self._example: ExampleValues | None = None
+        self._thread = threading.get_ident()
+        self._chance = Chance()
+        self._watch = StateWatch(module, opened, state)
+        self.wanted: set[str] = set()
+        self.called: set[str] = set()
+        self.training_read: set[str] = set()
+        self.tape = Tape(self._name_of_state, state.real_of)
+        self.tape.decorate = self._decorate
+
+    # -- what torch and the model tell us
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._busy or is_metadata(func):
+            output = func(*args, **kwargs)
+            if isinstance(output, torch.dtype) and self.is_opened():
+                self._dtype_read(args[0])
+            return output
+        if getattr(func, "__name__", "") in DECISIONS:
+            return self._decision(func, args, kwargs)
+        func = substitute(func, args)
+        args = stacked_indices(func, args, self._stacked)
+        if self._leaf_stack:
+            self._leaves.touch((*args, *kwargs.values()))
+            output = func(*args, **kwargs)
+        else:
+            output = self._operation(func, args, kwargs)
+        self._decisions.note(func, args, kwargs, output)
+        return output
+
+    def _stacked(self, values: Any) -> Any:
+        return stacked(values) if self._leaf_stack else self._operation(stacked, (values,), {})
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = self._name_of(module)
+        if name is not None:
+            self.called.add(name)
+        if self._leaf_stack or self._busy:
+            return self._inside_leaf(module, name, call, args, kwargs)
+        if self._stack and self._stack[-1] is module:
+            return call(*args, **kwargs)  # an overridden __call__ on its way to the forward
+        self._split_at(name, SplitPoint.BEGINNING)
+        if name is None or name in self._opened:
+            self._stack.append(module)
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                self._stack.pop()
+        else:
+            output = self._leaf(module, name, call, args, kwargs)
+        self._split_at(name, SplitPoint.END)
+        return output
+
+    def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack:
+            self._leaves.touch((*args, *kwargs.values()))
+        if self._leaf_stack or self._busy:
+            return call(*args, **kwargs)
+        if function is CheckpointFunction:
+            return self._surroundings.reentrant(*args)
+        return self._operation(Applied(function), args, kwargs, real=True)
+
+    def on_decision(self, value: Any) -> None:
+        if not (self._leaf_stack or self._busy):
+            self._sizes.decided(value)
+        elif self._leaf_stack and is_users(sys._getframe(2).f_code.co_filename):
+            self._sizes.decided(value, inside_leaf=True)
+
+    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack:
+            self._leaves.touch(leaf for _, leaf in walk((args, kwargs)))
+        if self._leaf_stack or self._busy:
+            return call(*args, **kwargs)
+        modes = function_modes()
+        return self._operation(Mapped(modes[modes.index(self) + 1 :]), args, kwargs)
+
+    def on_training(self, module: nn.Module) -> None:
+        if not (self._leaf_stack or self._busy):
+            name = self._name_of(module)
+            if name is not None:
+                self.training_read.add(name)
+
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None:
+        if self._leaf_stack or self._busy:
+            return
+        self._surroundings.checkpoint(options, entering)
+
+    def on_autocast(self, region: Any, entering: bool) -> None:
+        if self._leaf_stack or self._busy:
+            return
+        self._surroundings.autocast(region, entering)
+
+    def on_draw(self) -> None:
+        """Take note that opened code uses a random number that is not torch's."""
+        self.refuse(a_draw(user_frame()))
+
+    def refuse(self, message: str) -> None:
+        """Have the graph refuse to run in the mode that is traced."""
+        self.tape.write("call_function", Refusal(message), (), {})
+
+    def is_opened(self) -> bool:
+        """Say whether opened code of the model is running."""
+        is_here = threading.get_ident() == self._thread
+        return is_here and bool(self._stack) and not (self._leaf_stack or self._busy)
+
+    def on_kept(self, module: nn.Module) -> None:
+        """Open the leaf around a module whose output a hook of a library keeps for later."""
+        kinds = {type(part) for part in self._leaf_stack if part is not module}
+        self.wanted.update(self._names.of_kinds(kinds))
+
+    def on_pipe_split(self) -> None:
+        """Take note of a `pipe_split()` that ran."""
+        if self._leaf_stack:
+            self._want_open()
+        else:
+            self.tape.write("call_function", pipe_split, (), {})
+
+    def follow(self, example: ExampleValues) -> None:
+        """Have opened code see the values that the example inputs have."""
+        self._example = example
+        self._leaves.example = example
+
+    def finish(self, output: Any) -> None:
+        """Write the model's output, the last node."""
+        self._check_chance()
+        for fault in self._watch.write(self.tape):
+            self.refuse(fault)
+        with self._explained():
+            self.tape.finish(output)
+
+    def _check_chance(self) -> None:
+        if self._chance.was_drawn():
+            self.on_draw()
+
+    # -- writing nodes
+
+    def _leaf(
+        self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        self._check_chance()
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        handed = Handed(self.tape, self._argument, args, kwargs)
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        decided = self._sizes.decisions()
+        self._leaf_stack.append(module)
+        try:
+            with unobserved(module):
+                outcome = self._leaves.run(module, call, args, kwargs)
+        finally:
+            self._leaf_stack.pop()
+            self._chance.settle()
+        if outcome.is_likely:
+            self._sizes.forget(decided)  # of a run that failed
+        node_args, node_kwargs = handed.look(node_args, node_kwargs)
+        node = self.tape.write("call_module", name, node_args, node_kwargs)
+        if outcome.wrote:
+            node.meta["writes"] = {f"{name}.{buffer}" for buffer in outcome.wrote}
+        node.meta["untouched"] = tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched)
+        for index in outcome.changed:
+            self.tape.changed(tensors[index], node)
+        self.tape.adopt(node, outcome.output)
+        handed.note(node)
+        if outcome.is_likely:
+            self._check_sizes(outcome.output)
+        observe(module, args, outcome.output)
+        return outcome.output
+
+    def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
+        """Run a function and write its node; if fakes fail and `real`, on made-up tensors."""
+        self._check_chance()
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in tensors]
+        output, is_agreed = self._run_or_follow(func, args, kwargs, real)
+        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if not changed and not has_tensor(output):
+            return output
+        known = {id(tensor) for tensor in tensors}
+        in_place = {id(tensor) for tensor in changed}
+        output = map_leaves(
+            lambda leaf: self._alias(leaf) if id(leaf) in known - in_place else leaf, output
+        )
+        op, target, node_args, node_kwargs = as_node(func, args, kwargs)
+        node_args, node_kwargs = plain_tuples(node_args), plain_tuples(node_kwargs)
+        node = self.tape.write(op, target, self._argument(node_args), self._argument(node_kwargs))
+        self.tape.adopt(node, output, tensors)
+        for tensor in changed:
+            self.tape.changed(tensor, node)
+        if is_agreed:
+            self._check_sizes(output)
+        return output
+
+    def _check_sizes(self, output: Any) -> None:
+        """Have the stage check that tensors have the sizes that the trace gave them."""
+        tensors = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        expected = self._argument([list(tensor.shape) for tensor in tensors])
+        check = AgreedSizes(user_frame())
+        self.tape.write("call_function", check, (self._argument(tensors), expected), {})
+
+    def _decision(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(args[0], FakeTensor):
+            with Left(self._mode):
+                found = self._decisions.settled(args[0])
+                if found:
+                    return func(found[0], *args[1:], **kwargs)
+        if self._leaf_stack:
+            self._leaves.touch(args)
+            return func(*args, **kwargs)
+        if self._example is not None:
+            with suppress(NoValueError):
+                return self._agreed(func, args, kwargs)
+        if func.__name__ in _TO_NUMPY:
+            raise ValueDecidesError(self._data_dependent())
+        return self._operation(func, args, kwargs)
+
+    def _run_or_follow(self, func: Any, args: Any, kwargs: Any, real: bool) -> tuple[Any, bool]:
+        """Run a function; if values matter to it, return what it does for the example.
+
+        The second result says whether the sizes of the output are the example's.
+        """
+        try:
+            output = self._run(func, args, kwargs, real)
+            if self._example is None or not has_unbacked(output, self._sizes.env):
+                return output, False
+            with suppress(NoValueError):
+                return self._agreed_sizes(func, args, kwargs), True
+            return output, False
+        except ValueDecidesError:
+            if self._example is None:
+                raise
+            with suppress(NoValueError):
+                return self._agreed(func, args, kwargs), False
+            with suppress(NoValueError):
+                return self._agreed_sizes(func, args, kwargs), True
+            raise
+
+    def _agreed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a function says about the example; the stage will check that."""
+        assert self._example is not None
+        self._busy = True
+        try:
+            result = self._example.result(func, args, kwargs)
+        finally:
+            self._busy = False
+        place = user_frame()
+        node_args = self._argument((result, *plain_tuples(args)))
+        self.tape.write("call_function", Agreed(func, place), node_args, self._argument(kwargs))
+        return result
+
+    def _agreed_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a function's output with the sizes that it has for the example."""
+        assert self._example is not None
+        self._busy = True
+        try:
+            return self._example.sizes(func, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _alias(self, leaf: Any) -> Any:
+        return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+    def _run(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
+        self._busy = True
+        try:
+            return run_operation(
+                self._leaves, func, args, kwargs, real=real, explain=self._data_dependent
+            )
+        finally:
+            self._busy = False
+
+    def _argument(self, value: Any) -> Any:
+        with self._explained():
+            return self.tape.argument(value)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except UnknownTensorError:
+            raise TraceError(an_unknown_tensor(user_frame())) from None
+
+    def _decorate(self, node: fx.Node) -> None:
+        node.meta["owner"] = self._name_of(self._stack[-1]) if self._stack else ""
+        node.meta["where"] = user_frame()
+        self._surroundings.mark(node)
+
+    def _dtype_read(self, tensor: torch.Tensor) -> None:
+        if self._names.is_state(tensor):
+            self._surroundings.dtype_read(tensor.dtype, None)
+        elif self.tape.knows(tensor):
+            self._surroundings.dtype_read(tensor.dtype, self.tape.node_of(tensor))
+
+    # -- splits
+
+    def _split_at(self, name: str | None, point: SplitPoint) -> None:
+        if name is not None and self._splits.get(name) is point:
+            self.tape.write("call_function", pipe_split, (), {})
+
+    def _inside_leaf(
+        self, module: nn.Module, name: str | None, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if self._busy or (self._leaf_stack and self._leaf_stack[-1] is module):
+            return call(*args, **kwargs)
+        if name in self._splits or name in self._opened:
+            self._want_open()
+        self._leaf_stack.append(module)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._leaf_stack.pop()
+
+    def _want_open(self) -> None:
+        for module in self._leaf_stack:
+            name = self._name_of(module)
+            if name is not None:
+                self.wanted.add(name)
+
+    # -- names
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        return self._names.of(module, self._inside())
+
+    def _name_of_state(self, tensor: torch.Tensor) -> str | None:
+        return self._names.of_state(tensor, self._inside())
+
+    def _inside(self) -> nn.Module | None:
+        return self._stack[-1] if self._stack else None
+
+    def _data_dependent(self) -> str:
+        module = type(self._stack[-1]).__name__ if self._stack else "the model"
+        return a_value_decides(module, user_frame())

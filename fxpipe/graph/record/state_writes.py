@@ -1,0 +1,97 @@
+"""State that the forward of opened code changes: record it, or refuse.
+
+A buffer that code changes in place is changed by the recorded operation. One that
+code assigns anew (`self.count = self.count + 1`) gets a node that copies the new
+value into the stage's buffer, and whoever read the old value gets a copy of it.
+
+Other attributes are not followed: a tensor that is no buffer is refused if it was
+read, and a changed number is told to the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.graph.record.tape import Tape
+from fxpipe.graph.sandbox.fake import FakeState
+
+__all__ = ["StateWatch"]
+
+_log = logging.getLogger(__name__)
+_PLAIN = (bool, int, float, str)
+
+
+class StateWatch:
+    """Compares the modules that are opened after a trace with what they were before."""
+
+    def __init__(self, module: nn.Module, opened: Collection[str], state: FakeState) -> None:
+        self._modules = {
+            name: part
+            for name, part in module.named_modules(remove_duplicate=False)
+            if name in opened
+        }
+        self._state = state
+        self._plain = {name: _plain_attributes(part) for name, part in self._modules.items()}
+
+    def write(self, tape: Tape) -> list[str]:
+        """Write what the opened code assigned; return what cannot be written, as text."""
+        for name, before in self._plain.items():
+            now = _plain_attributes(self._modules[name])
+            changed = sorted(key for key in now.keys() & before.keys() if now[key] != before[key])
+            if changed:
+                _log.warning(
+                    "the forward of %s changes its attributes %s; stages keep the traced values",
+                    name or "the model",
+                    ", ".join(changed),
+                )
+        places = dict(self._places())
+        faults = []
+        for slot in self._state.reassigned():
+            if id(slot.place) not in places:
+                continue
+            owner, is_buffer = places[id(slot.place)]
+            name = f"{owner}.{slot.key}" if owner else slot.key
+            new = slot.place.get(slot.key)
+            if is_buffer and _is_alike(new, slot.fake):
+                assert isinstance(new, torch.Tensor)
+                tape.overwrite(name, owner, slot.fake, new)
+            elif is_buffer or tape.knows(slot.fake):
+                faults.append(_fault(name, is_buffer, slot.fake, new))
+        return faults
+
+    def _places(self) -> Iterator[tuple[int, tuple[str, bool]]]:
+        for name, part in self._modules.items():
+            yield id(part._buffers), (name, True)
+            yield id(part.__dict__), (name, False)
+
+
+def _plain_attributes(module: nn.Module) -> Mapping[str, Any]:
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if type(value) in _PLAIN and key != "training"
+    }
+
+
+def _is_alike(new: Any, old: torch.Tensor) -> bool:
+    if not isinstance(new, torch.Tensor) or new.dtype != old.dtype:
+        return False
+    sizes = tuple(new.shape)
+    return not any(isinstance(size, torch.SymInt) for size in sizes) and sizes == tuple(old.shape)
+
+
+def _fault(name: str, is_buffer: bool, old: torch.Tensor, new: Any) -> str:
+    kind = "buffer" if is_buffer else "tensor"
+    found = f"{new.dtype}{list(new.shape)}" if isinstance(new, torch.Tensor) else repr(new)
+    wanted = f"{old.dtype}{list(old.shape)}"
+    return (
+        f"the forward of code that is split replaces the {kind} {name!r} ({wanted}) by {found}, "
+        "and stages would keep the old one\n"
+        "register it as a buffer and keep its shape and dtype, or keep this code inside a "
+        "submodule that is not split"
+    )

@@ -1,0 +1,392 @@
+"""Write down which operation made which tensor, as an fx graph.
+
+The tape follows tensors by identity: it knows for every live tensor of a trace
+the graph node (and the way into that node's output) that holds it. `argument`
+turns the arguments of a call into graph arguments; `adopt` takes over what the
+call returned.
+
+Some things are only known per stage and stay symbolic in a traced graph:
+a size is a sympy expression, `STAGE_DEVICE` is the device the stage runs on.
+
+Mutation is followed too. When an operation changes a tensor, every other live
+tensor on the same storage is out of date; its next use is written as "the same
+view, taken again after the change", so that a cut between the two stays right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxpipe.graph.nested import (
+    SYMBOLIC,
+    Accessor,
+    branch,
+    contents,
+    copied,
+    mutable_parts,
+    snapshot,
+    walk,
+)
+from fxpipe.graph.record.graph_calls import (
+    ACCESS,
+    Constant,
+    Fresh,
+    Rebuild,
+    TensorConstant,
+    after,
+    overwrite,
+)
+from fxpipe.graph.record.python_random import Draw
+
+__all__ = [
+    "STAGE_DEVICE",
+    "Constant",
+    "Rebuild",
+    "StageDevice",
+    "Tape",
+    "UnknownTensorError",
+]
+
+
+class StageDevice:
+    """Stands in a traced graph for the device that the stage will run on."""
+
+    def __repr__(self) -> str:
+        return "stage_device"
+
+    def __copy__(self) -> StageDevice:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageDevice:
+        return self
+
+
+STAGE_DEVICE = StageDevice()
+
+
+class UnknownTensorError(Exception):
+    """A tensor that no recorded operation made."""
+
+
+def last_part(node: fx.Node) -> fx.Node:
+    """Return the last of the nodes behind this one that only take parts of its value."""
+    while node.next.meta.get("accessor") and node.next.op == "call_function":
+        node = node.next
+    return node
+
+
+@dataclasses.dataclass(slots=True)
+class _Held:
+    """Where a tensor is, how many changes of its storage it has seen, what it is a view of."""
+
+    node: fx.Node
+    path: tuple[Accessor, ...]
+    tensor: torch.Tensor
+    seen: int
+    base: torch.Tensor | None = None
+    base_node: fx.Node | None = None
+    resolved: fx.Node | None = None
+
+
+class Tape:
+    """The graph of a trace under construction."""
+
+    def __init__(
+        self,
+        state_name: Callable[[torch.Tensor], str | None],
+        real_of: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.graph = fx.Graph()
+        self._state_name = state_name
+        self._real_of = real_of
+        self._held: dict[int, _Held] = {}
+        self._objects: dict[int, tuple[Any, fx.Node, tuple[Accessor, ...], Any]] = {}
+        self._accessed: dict[tuple[fx.Node, tuple[Accessor, ...]], fx.Node] = {}
+        self._state: dict[str, fx.Node] = {}
+        self._state_storages: dict[int, str] = {}
+        self._changes: dict[int, list[fx.Node]] = {}
+        self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
+        self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
+        self.trace_devices: frozenset[torch.device] = frozenset()
+        self.decorate: Callable[[fx.Node], None] = lambda node: None
+
+    # -- from Python values to graph arguments
+
+    def argument(self, value: Any) -> Any:
+        """Return a value as a graph argument, writing nodes where needed.
+
+        Raises:
+            UnknownTensorError: it holds a tensor that no recorded operation made.
+        """
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, SYMBOLIC):
+            return symbolic(value)
+        if isinstance(value, torch.device):
+            return STAGE_DEVICE if value in self.trace_devices else value
+        if isinstance(value, slice):
+            return slice(*(self.argument(v) for v in (value.start, value.stop, value.step)))
+        known = self._known_object(value)
+        if known is not None:
+            return known
+        found = branch(value)
+        if found is None:
+            return self._constant(value)
+        children = tuple(self.argument(child) for child in found.children)
+        if found.is_plain:
+            return found.make(children)
+        node = self.write("call_function", Rebuild(type(value), found.make), children, {})
+        node.meta["val"] = snapshot(value)
+        self._know_object(value, node, ())
+        return node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node that holds a tensor, as of now."""
+        held = self._held.get(id(tensor))
+        if held is not None:
+            return self._current(held)
+        name = self._state_name(tensor)
+        if name is not None:
+            return self._state_node(name, tensor)
+        real = self._real_of.get(id(tensor), tensor)
+        if isinstance(real, FakeTensor):
+            raise UnknownTensorError
+        node = self.write("call_function", TensorConstant(real), (STAGE_DEVICE,), {})
+        self.adopt(node, tensor)
+        return node
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Say whether a recorded operation made this tensor."""
+        return id(tensor) in self._held
+
+    def _state_node(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        if name not in self._state:
+            node = self.write("get_attr", name, (), {})
+            node.meta["val"] = tensor
+            self._state[name] = node
+            self._state_storages[_storage(tensor)] = name
+        return self._state[name]
+
+    def overwrite(self, name: str, owner: str, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Write that a buffer gets the value of another tensor, at the end of a run."""
+        value = self.node_of(new)
+        if value.op == "get_attr":
+            value = self._copied(value)
+        if name in self._state:
+            self._copied(self._state[name])
+        last = next(reversed(self.graph.nodes)) if value.op == "placeholder" else last_part(value)
+        if name not in self._state:
+            with self.graph.inserting_after(last):
+                last = self._state_node(name, old)
+        with self.graph.inserting_after(last):
+            node = self.write("call_function", overwrite, (self._state[name], value), {})
+        node.meta.update(owner=owner, writes={name})
+
+    def _copied(self, state: fx.Node) -> fx.Node:
+        """Have the readers of a parameter or buffer read a copy; return it."""
+        readers = [user for user in state.users if user.target is not overwrite]
+        with self.graph.inserting_after(state):
+            copied = self.write("call_function", torch.clone, (state,), {})
+        copied.meta["val"] = state.meta["val"]
+        for reader in readers:
+            reader.replace_input_with(state, copied)
+        return copied
+
+    def _constant(self, value: Any) -> Any:
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
+            return value.item()  # a numpy number: graph code has no numpy
+        if isinstance(value, Draw):
+            value.report()
+            return float(value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, WRITABLE) or (
+            isinstance(value, type) and value.__module__ == "builtins"
+        ):
+            return value
+        node = self.write("call_function", Constant(value), (), {})
+        node.meta["val"] = value
+        if any(True for _ in mutable_parts(value)):
+            self._constants.append((node, value, copied(value), contents(value)))
+            self._know_object(value, node, ())
+        return node
+
+    def _know_object(self, value: Any, node: fx.Node, path: tuple[Accessor, ...]) -> None:
+        self._objects[id(value)] = (value, node, path, contents(value))
+
+    def _known_object(self, value: Any) -> fx.Node | None:
+        known = self._objects.get(id(value))
+        if known is None:
+            return None
+        _, node, path, inside = known
+        return self._access(node, path) if contents(value) == inside else None
+
+    def object_changed(self, value: Any, before: fx.Node, change: fx.Node) -> None:
+        """Remember that a node changed an object (not a tensor) that `before` holds."""
+        with self.graph.inserting_after(last_part(change)):
+            node = self.write("call_function", after, (before, change), {})
+        self.adopt(node, value)
+        node.meta["val"] = snapshot(value)
+        self._know_object(value, node, ())
+
+    def settle_constants(self) -> None:
+        """Have every object that the trace changed be made anew in each run."""
+        for node, value, original, inside in self._constants:
+            if contents(value) != inside:
+                node.target = Fresh(original)
+
+    # -- from results to tracked tensors
+
+    def write(
+        self, op: str, target: Any, args: Any, kwargs: Any, name: str | None = None
+    ) -> fx.Node:
+        """Add a node at the end of the graph."""
+        node = self.graph.create_node(op, target, args, kwargs, name)
+        self.decorate(node)
+        return node
+
+    def adopt(self, node: fx.Node, output: Any, inputs: Sequence[torch.Tensor] = ()) -> None:
+        """Remember that the tensors in `output` are what `node` returns.
+
+        `inputs` are the tensors that the output may be a view of; taking the
+        view again by running the node again must be harmless.
+        """
+        node.meta["val"] = output
+        sources = [(_storage(tensor), tensor) for tensor in inputs if self.knows(tensor)]
+        for path, leaf in walk(output):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            held = _Held(node, path, leaf, self._change_count(leaf))
+            for storage, base in sources:
+                if base is not leaf and storage == _storage(leaf):
+                    held.base, held.base_node = base, self._held[id(base)].resolved
+            self._held[id(leaf)] = held
+            self._note_storage(held)
+        self._adopt_objects(node, (), output)
+
+    def _adopt_objects(self, node: fx.Node, path: tuple[Accessor, ...], value: Any) -> None:
+        found = branch(value)
+        if found is None:
+            return
+        if not found.is_plain:
+            self._know_object(value, node, path)
+        for accessor, child in zip(found.accessors, found.children, strict=True):
+            self._adopt_objects(node, (*path, accessor), child)
+
+    def _access(self, node: fx.Node, path: tuple[Accessor, ...]) -> fx.Node:
+        """Return the node for a part of another node's output, written right behind it."""
+        if not path:
+            return node
+        key = (node, path)
+        if key not in self._accessed:
+            owner = self._access(node, path[:-1])
+            kind, name = path[-1]
+            target: Any = ACCESS[kind]
+            with self.graph.inserting_after(last_part(owner)):
+                made = self.graph.create_node(
+                    "call_function", target, (owner, name), {}, f"{owner.name}_{name}"
+                )
+            made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+            made.meta["val"] = _part(owner.meta["val"], path[-1])
+            made.meta["accessor"] = True
+            self._accessed[key] = made
+        return self._accessed[key]
+
+    # -- mutation
+
+    def changed(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        """Remember that a node changed a tensor in place."""
+        key = _storage(tensor)
+        self._changes.setdefault(key, []).append(node)
+        if key in self._state_storages:
+            node.meta.setdefault("writes", set()).add(self._state_storages[key])
+        held = self._held.get(id(tensor))
+        if held is not None and held.node is node:
+            held.seen = len(self._changes[key])
+
+    def _change_count(self, tensor: torch.Tensor) -> int:
+        changes = self._changes.get(_storage(tensor)) if self._changes else None
+        return len(changes) if changes else 0
+
+    def _current(self, held: _Held) -> fx.Node:
+        count = self._change_count(held.tensor)
+        if held.seen != count:
+            held.seen = count
+            if held.base is not None:
+                self._view_again(held)
+            else:
+                last = self._changes[_storage(held.tensor)][-1]
+                before = self._access(held.node, held.path)
+                with self.graph.inserting_after(last_part(last)):
+                    held.node = self.write("call_function", after, (before, last), {})
+                held.path = ()
+                held.node.meta["val"] = held.tensor
+                self._note_storage(held)
+        held.resolved = self._access(held.node, held.path)
+        return held.resolved
+
+    def _view_again(self, held: _Held) -> None:
+        assert held.base is not None
+        base = self.node_of(held.base)
+
+        def fresh(node: fx.Node) -> fx.Node:
+            return base if node is held.base_node else node
+
+        args = fx.map_arg(held.node.args, fresh)
+        kwargs = fx.map_arg(held.node.kwargs, fresh)
+        node = self.write(held.node.op, held.node.target, args, kwargs)
+        node.meta["val"] = held.node.meta["val"]
+        held.node, held.base_node = node, base
+        self._note_storage(held)
+
+    def _note_storage(self, held: _Held) -> None:
+        is_view = held.base is not None
+        self._storages.append((held.node, held.path, _storage(held.tensor), is_view))
+
+    def finish(self, output: Any) -> None:
+        """Write the last node."""
+        self.graph.output(self.argument(output))
+        self.settle_constants()
+        self.mark_mutable()
+
+    def mark_mutable(self) -> None:
+        """Mark every node whose value lives on a storage that some node changes."""
+        for storage, nodes in self._changes.items():
+            for node in nodes:
+                node.meta.setdefault("changes", set()).add(storage)
+        for node, path, storage, is_view in self._storages:
+            found = self._accessed.get((node, path)) if path else node
+            if found is not None and storage in self._changes:
+                found.meta["storage"] = storage
+                found.meta["is_view"] = is_view
+
+
+WRITABLE = (
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type(Ellipsis), bytes,
+)  # fmt: skip
+
+
+def symbolic(value: Any) -> Any:
+    """Return a symbolic number as a sympy expression, or as a number if it is one."""
+    expr = value.node.expr
+    if expr.is_number and not expr.free_symbols:
+        if isinstance(value, torch.SymInt):
+            return int(expr)
+        return float(expr) if isinstance(value, torch.SymFloat) else bool(expr)
+    return expr
+
+
+def _part(value: Any, accessor: Accessor) -> Any:
+    kind, name = accessor
+    return ACCESS[kind](value, name)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,1 @@
+"""Run the user's code and leave no trace of the run."""

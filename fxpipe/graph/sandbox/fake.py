@@ -1,0 +1,301 @@
+"""Run any module on tensors without data, without anybody noticing.
+
+`probe` gives the outputs of a module as fake tensors: no hooks fire, and buffers,
+random states, parameters, flags and attributes stay as they are. A module whose
+Python code needs values (an expert loop, `.item()`) cannot run on fakes; it runs
+once on made-up tensors of the right sizes, with all its state saved and restored.
+
+`FakeState` is the trick: for the time of a trace every parameter, buffer and
+tensor attribute of a model is replaced by a fake one, so nothing real can be
+changed, and a model on the meta device counts as being on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import map_leaves
+from fxpipe.graph.sandbox.patches import intercepted
+from fxpipe.graph.sandbox.real_run import run_real
+from fxpipe.graph.sandbox.restore import local_tensor, preserved
+from fxpipe.graph.sizes.learn import grown
+from fxpipe.graph.sizes.symbols import TracedSizes
+
+__all__ = [
+    "FakeState",
+    "Left",
+    "Quiet",
+    "Slot",
+    "fake_mode",
+    "grown",
+    "on_trace_device",
+    "probe",
+    "run_real",
+]
+
+_CPU = torch.device("cpu")
+
+
+def probe(
+    module: nn.Module, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what the module returns, with a fake tensor for each tensor.
+
+    `args` and `kwargs` may hold real tensors, fake tensors or `TensorSpec`s.
+    """
+    while type(module).__name__ == "DistributedDataParallel":
+        wrapper: Any = module  # its forward may start collectives
+        module = wrapper.module
+    inputs = (tuple(args), dict(kwargs or {}))
+    mode = _mode_of(inputs) or fake_mode()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(intercepted(module, _Casting()))
+        stack.enter_context(unlogged())
+        stack.enter_context(torch.inference_mode(False))
+        state = FakeState(mode, module, all_trainable=False)
+        stack.enter_context(state.fake())
+        with mode:
+            fakes = map_leaves(_faked, inputs)
+            try:
+                return module(*fakes[0], **fakes[1])
+            except Exception as error:
+                failure = error
+        if state.is_sharded:
+            raise failure
+        with state.real():
+            return run_real(mode, module, module, fakes[0], fakes[1], failure)
+
+
+@contextlib.contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep torch from logging the failures on fake tensors that we deal with."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class Quiet:
+    """A seer that lets everything happen, without hooks."""
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_decision(self, value: Any) -> None: ...
+
+    def on_training(self, module: nn.Module) -> None: ...
+
+    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+
+    def on_autocast(self, region: Any, entering: bool) -> None: ...
+
+    def on_kept(self, module: nn.Module) -> None: ...
+
+
+class _Casting(Quiet):
+    """Casts like the hooks of sharded modules with mixed precision, which do not run."""
+
+    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        policy = _precision_of(module)
+        if policy is None:
+            return call(*args, **kwargs)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = map_leaves(_cast_to(policy.param_dtype), (args, kwargs))
+        output = call(*args, **kwargs)
+        if policy.output_dtype is not None:
+            output = map_leaves(_cast_to(policy.output_dtype), output)
+        return output
+
+
+def _precision_of(module: nn.Module) -> Any:
+    """The mixed-precision policy of a module wrapped by `fully_shard`, else None."""
+    find = getattr(module, "_get_fsdp_state", None)
+    return None if find is None else getattr(find(), "_mp_policy", None)
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    return cast
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a fake mode with symbolic sizes that takes stray real tensors as they come."""
+    env = TracedSizes(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    # With symbolic sizes looking results up costs more than computing them.
+    mode.cache_enabled = False
+    return mode
+
+
+class Left:
+    """Leave a mode that is on top of the stack, for the time of a `with`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def __exit__(self, *error: object) -> None:
+        self._mode.__enter__()
+
+
+def on_trace_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device a tensor counts as being on during a trace."""
+    return _CPU if tensor.is_meta else tensor.device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One place where a module keeps a tensor."""
+
+    place: dict[str, Any]
+    key: str
+    real: torch.Tensor
+    fake: torch.Tensor
+
+    def put(self, tensor: torch.Tensor) -> None:
+        self.place[self.key] = tensor
+
+
+class FakeState:
+    """The parameters, buffers and tensor attributes of a model, and fakes for them."""
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        module: nn.Module,
+        *,
+        all_trainable: bool,
+        cast: Mapping[torch.dtype, torch.dtype] | None = None,
+    ) -> None:
+        self._mode = mode
+        self._cast = cast or {}
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._slots: list[Slot] = []
+        self.real_of: dict[int, torch.Tensor] = {}
+        self.is_sharded = False  # a run on the real tensors would start collectives
+        self._all_trainable = all_trainable
+        with mode:
+            self._find(module, None, set())
+
+    def _find(self, module: nn.Module, gathered: torch.dtype | None, seen: set[int]) -> None:
+        """Find the tensors of a module; `gathered` is what sharded parameters become."""
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        policy = _precision_of(module)
+        gathered = gathered if policy is None else policy.param_dtype
+        for place in (module._parameters, module._buffers, module.__dict__):
+            self._slots += self._slots_in(place, gathered)
+        for child in module.children():
+            self._find(child, gathered, seen)
+
+    def _slots_in(self, place: dict[str, Any], gathered: torch.dtype | None) -> Iterator[Slot]:
+        for key, value in place.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            sharded = local_tensor(value) is not value
+            self.is_sharded |= sharded
+            if sharded or _is_plain(value):
+                becomes = gathered if sharded and _is_float(value) else None
+                yield Slot(place, key, value, self._fake_of(value, becomes))
+
+    def _fake_of(self, real: torch.Tensor, becomes: torch.dtype | None) -> torch.Tensor:
+        if id(real) not in self._fakes:
+            dtype = becomes or self._cast.get(real.dtype, real.dtype)
+            made = torch.empty_strided(
+                real.shape, real.stride(), dtype=dtype, device=on_trace_device(real)
+            )
+            if isinstance(real, nn.Parameter):
+                wanted = real.requires_grad or (self._all_trainable and _is_float(real))
+                made = nn.Parameter(made, requires_grad=wanted)
+            elif real.requires_grad:
+                made = grown(made)
+            self._fakes[id(real)] = made
+            self.real_of[id(made)] = real
+        return self._fakes[id(real)]
+
+    def reassigned(self) -> list[Slot]:
+        """Return the places that hold something else than their fake now."""
+        return [slot for slot in self._slots if slot.place.get(slot.key) is not slot.fake]
+
+    @contextlib.contextmanager
+    def fake(self) -> Iterator[None]:
+        """Have the model hold fakes; `preserved` around it puts everything back."""
+        for slot in self._slots:
+            slot.put(slot.fake)
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.put(slot.real)
+
+    @contextlib.contextmanager
+    def real(self) -> Iterator[None]:
+        """Have the model hold its own tensors again, for a run on real ones."""
+        for slot in self._slots:
+            slot.put(slot.real)
+        try:
+            yield
+        finally:
+            for slot in self._slots:
+                slot.put(slot.fake)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_known = type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, nn.Buffer)
+    return is_known and tensor.layout is torch.strided
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _mode_of(inputs: Any) -> FakeTensorMode | None:
+    found: list[FakeTensorMode] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            found.append(leaf.fake_mode)
+        return leaf
+
+    map_leaves(look, inputs)
+    return found[0] if found else None
+
+
+def _faked(leaf: Any) -> Any:
+    if isinstance(leaf, FakeTensor):
+        return leaf
+    if isinstance(leaf, TensorSpec):
+        shape = [int(size) for size in leaf.shape]
+        made = torch.empty(shape, dtype=leaf.dtype, device=_CPU)
+        return grown(made) if leaf.requires_grad else made
+    if isinstance(leaf, torch.Tensor):
+        made = torch.empty_strided(
+            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on_trace_device(leaf)
+        )
+        return grown(made) if leaf.requires_grad else made
+    return leaf

@@ -1,0 +1,1 @@
+"""Input sizes as symbols, output sizes as formulas of them."""

@@ -1,0 +1,262 @@
+"""Give the sizes of the example inputs names, and learn which of them may change.
+
+Each dimension of each input tensor gets a symbol. Equal sizes at the same position
+share one, so the batch of ids and mask is a single `batch`; a size that is equal
+by coincidence at another position does not. While the model runs on fake
+tensors, torch's ShapeEnv finds out which sizes the model insists on; those become
+ordinary numbers again. What opened code decided by looking at a size is kept as
+a condition that later inputs must meet.
+
+In:  example inputs, and which (input, path, dimension) may vary.
+Out: fake inputs, and afterwards the names, conditions and sizes that are left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from fxpipe.graph.dims import evaluate, free_names, plain, solve, symbol
+from fxpipe.graph.inputs import path_text
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import Accessor, map_leaves, walk
+from fxpipe.graph.source_line import Place, user_frame
+
+__all__ = ["InputDim", "Sizes", "TracedSizes", "all_dims"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputDim:
+    """One dimension of one tensor in the model's inputs."""
+
+    path: tuple[Accessor, ...]
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{path_text(self.path)} dimension {self.dim}"
+
+
+def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, sympy.Expr]:
+    """Name every dimension that could vary; equal sizes at one position share a name."""
+    tensors = [(path, leaf) for path, leaf in walk(dict(inputs)) if isinstance(leaf, torch.Tensor)]
+    deepest = max((tensor.dim() for _, tensor in tensors), default=0)
+    names: dict[InputDim, sympy.Expr] = {}
+    taken: set[str] = set()
+    for dim in range(deepest):
+        groups: dict[int, list[tuple[tuple[Accessor, ...], torch.Tensor]]] = {}
+        for path, tensor in tensors:
+            if dim < tensor.dim():
+                groups.setdefault(int(tensor.shape[dim]), []).append((path, tensor))
+        for size, members in sorted(groups.items(), key=lambda item: -len(item[1])):
+            if size <= 1 and len(groups) > 1:
+                continue  # next to other sizes, one row is there to be broadcast
+            name = _group_name(dim, members, taken)
+            taken.add(name)
+            names.update({InputDim(path, dim): symbol(name) for path, _ in members})
+    return names
+
+
+def _group_name(
+    dim: int, members: list[tuple[tuple[Accessor, ...], torch.Tensor]], taken: set[str]
+) -> str:
+    if dim == 0 and "batch" not in taken:
+        return "batch"
+    is_sequence = any(not tensor.is_floating_point() or tensor.dim() == 3 for _, tensor in members)
+    if dim == 1 and is_sequence and "sequence" not in taken:
+        return "sequence"
+    path, _ = members[0]
+    stem = "_".join(str(key) for _, key in path)
+    return f"{stem}_{dim}"
+
+
+class TracedSizes(ShapeEnv):
+    """A ShapeEnv that remembers where in the user's code a symbol lost its freedom."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.settled: dict[sympy.Symbol, tuple[sympy.Basic, Place]] = {}
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        before = self.replacements.get(a)
+        super()._set_replacement(a, tgt, msg)
+        after = self.replacements.get(a)
+        if after is not None and after != before:
+            self.settled[a] = (after, user_frame())
+
+
+class Sizes:
+    """The symbols of one trace."""
+
+    def __init__(self, mode: FakeTensorMode, dims: Mapping[InputDim, sympy.Expr]) -> None:
+        self._mode = mode
+        self._dims = dims
+        self._sizes: dict[str, torch.SymInt] = {}
+        self._names: dict[sympy.Symbol, sympy.Expr] = {}
+        self._decisions: dict[sympy.Basic, None] = {}
+
+    @property
+    def env(self) -> ShapeEnv:
+        env = self._mode.shape_env
+        assert env is not None
+        return env
+
+    def fake(self, inputs: Mapping[str, Any], device_of: Any) -> dict[str, Any]:
+        """Return the inputs with every tensor replaced by a fake one."""
+        paths = iter([path for path, _ in walk(dict(inputs))])
+
+        def one(leaf: Any) -> Any:
+            path = next(paths)
+            return (
+                self._fake_tensor(path, leaf, device_of) if isinstance(leaf, torch.Tensor) else leaf
+            )
+
+        result: dict[str, Any] = map_leaves(one, dict(inputs))
+        return result
+
+    def _fake_tensor(self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: Any) -> Any:
+        shape = [
+            self._size(wanted, int(size))
+            if (wanted := self._dims.get(InputDim(path, dim))) is not None
+            else int(size)
+            for dim, size in enumerate(tensor.shape)
+        ]
+        with self._mode, torch.inference_mode(False):
+            made = torch.empty(shape, dtype=tensor.dtype, device=device_of(tensor))
+            if tensor.requires_grad:
+                made.requires_grad_(True)
+                if not tensor.is_leaf:
+                    made = made.view_as(made)
+        return made
+
+    def _size(self, wanted: sympy.Expr, example: int) -> Any:
+        if isinstance(wanted, sympy.Symbol):
+            return self._symbol(wanted.name, example)
+        (name,) = free_names(wanted)
+        root = solve(wanted, name, example)
+        assert root is not None, f"{wanted} cannot be {example}"
+        return evaluate(wanted, {name: self._symbol(name, root)})  # type: ignore[dict-item]
+
+    def _symbol(self, name: str, example: int) -> torch.SymInt:
+        if name not in self._sizes:
+            # Importing it takes longer than importing torch, and only a trace needs it.
+            from torch._dynamo.source import ConstantSource
+
+            # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
+            hint = max(example, 2)
+            source = ConstantSource(name)
+            made = self.env.create_symbol(
+                hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+            )
+            size: Any = self.env.create_symintnode(made, hint=hint, source=source)
+            self._sizes[name] = size
+            self._names[made] = symbol(name)
+        return self._sizes[name]
+
+    def decided(self, value: Any, *, inside_leaf: bool = False) -> None:
+        """Remember that code looked at a symbolic number to decide something.
+
+        A leaf decides again in every run. Its decision matters if the sizes it returns
+        are known for one answer only; whether something is 0 or 1 never is that.
+        """
+        expr = value.node.expr
+        if not getattr(expr, "free_symbols", None):
+            return
+        if inside_leaf and not (isinstance(value, torch.SymBool) and self._is_open(expr)):
+            return
+        if isinstance(value, torch.SymBool):
+            self._decisions[expr] = None
+        else:
+            self._decisions[sympy.Eq(expr, self._hint(expr))] = None
+
+    def _is_open(self, expr: Any) -> bool:
+        """Say whether a condition can have either answer for sizes from 2 on."""
+        larger = {
+            s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 2 for s in expr.free_symbols
+        }
+        found = plain(expr).subs(larger)
+        if isinstance(found, sympy.core.relational.Relational):
+            found = found.func(sympy.expand(found.lhs - found.rhs), 0)
+        return found not in (sympy.true, sympy.false)
+
+    def decisions(self) -> dict[sympy.Basic, None]:
+        """Return what was decided so far."""
+        return dict(self._decisions)
+
+    def forget(self, before: Mapping[sympy.Basic, None]) -> None:
+        """Go back to earlier decisions."""
+        self._decisions = dict(before)
+
+    def _hint(self, expr: Any) -> Any:
+        return self.env.replace(expr).xreplace(self.env.backed_var_to_val)
+
+    def plain(self, expr: Any) -> Any:
+        """Return an expression of the trace in our names, simplified by what was learnt."""
+        if isinstance(expr, (bool, int, float)):
+            return expr
+        return plain(self.env.replace(expr), self._names)
+
+    def plain_arguments(self, args: Any) -> Any:
+        """Return graph arguments with every size in our names."""
+        if isinstance(args, sympy.Basic):
+            return self.plain(args)
+        if isinstance(args, (tuple, list)):
+            return type(args)(self.plain_arguments(arg) for arg in args)
+        if isinstance(args, dict):
+            return {key: self.plain_arguments(arg) for key, arg in args.items()}
+        if isinstance(args, slice):
+            return slice(*map(self.plain_arguments, (args.start, args.stop, args.step)))
+        return args
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Describe a tensor of the trace."""
+        shape = tuple(
+            self.plain(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+            for size in tensor.shape
+        )
+        return TensorSpec(shape, tensor.dtype, tensor.requires_grad)
+
+    def free(self) -> tuple[str, ...]:
+        """Return the names of the sizes that may still vary."""
+        found = {
+            name for made in self._sizes.values() for name in _names_in(self.plain(made.node.expr))
+        }
+        return tuple(name for name in self._sizes if name in found)
+
+    def hints(self) -> dict[str, int]:
+        """Return the size that each symbol had in this trace."""
+        return {
+            name: int(self.env.backed_var_to_val[symbol])
+            for symbol, ours in self._names.items()
+            for name in _names_in(ours)
+        }
+
+    def place(self, name: str) -> Place | None:
+        """Return where the model fixed a size, or made it follow from another."""
+        found: Place | None = None
+        current: Any = next((s for s, ours in self._names.items() if ours == symbol(name)), None)
+        settled = getattr(self.env, "settled", {})
+        while current in settled:
+            current, found = settled[current]
+        return found
+
+    def conditions(self, wanted: Iterable[sympy.Basic] = ()) -> tuple[sympy.Basic, ...]:
+        """Return what the sizes must satisfy: for the graph to be right, and `wanted`."""
+        ours = {ours: made for made, ours in self._names.items()}
+        found: dict[sympy.Basic, None] = {self.plain(c.xreplace(ours)): None for c in wanted}
+        for expr in self._decisions:
+            holds = bool(self.env.replace(expr).xreplace(self.env.backed_var_to_val))
+            found[self.plain(expr if holds else sympy.Not(expr))] = None
+        for guard in self.env.guards:
+            if isinstance(guard.expr, sympy.Eq):
+                found[self.plain(guard.expr)] = None
+        return tuple(c for c in found if c not in (True, sympy.true) and c.free_symbols)
+
+
+def _names_in(expr: Any) -> Iterable[str]:
+    return [] if isinstance(expr, int) else [s.name for s in expr.free_symbols]

@@ -1,0 +1,1 @@
+"""Say what each part of a model costs on given hardware."""

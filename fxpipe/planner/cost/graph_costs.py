@@ -1,0 +1,319 @@
+"""What every part of a captured model costs, before anything runs.
+
+In:  a `TracedGraph` and the sizes of the traced call.
+Out: `GraphCosts`: for each node FLOPs, bytes moved, what is kept for the backward and the
+     parameters, as formulas of the sizes, and which node uses which value.
+
+Blocks that are equal are analysed once, so a model of 126 layers costs as much as one of
+two. Values are followed through views: two nodes that keep the same storage share it, and a stage
+holds it once.
+
+    costs = GraphCosts.of(traced, {"batch": 4})
+    costs.flops("forward").expr         # 98304*batch + ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.record.tape import Rebuild
+from fxpipe.planner.cost.node_cost import NodeCost, Phase, cost_of
+from fxpipe.planner.cost.node_runs import Bench, Sizes, inputs_of, tensor_specs
+from fxpipe.planner.cost.polynomial import Polynomial
+
+__all__ = ["GraphCosts", "NodeInfo", "Parameter", "ValueId"]
+
+ValueId = tuple[str, int]
+"""A tensor: the node that makes it, and its place among that node's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter tensor, under the first of its names."""
+
+    name: str
+    numel: int
+    itemsize: int
+    is_trainable: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """One node: what it costs, reads, makes, and holds.
+
+    `inputs` are in the order of `cost.keeps_input`; an input of the model is named by its
+    placeholder. `is_block` says that the node is a module with parts, which can be
+    checkpointed.
+    """
+
+    name: str
+    module: str
+    cost: NodeCost
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[TensorSpec, ...]
+    parameters: tuple[str, ...]
+    is_block: bool
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """The costs of all nodes that a stage has to run, in order.
+
+    `sources[node]` names the nodes that must run before it, also for the sake of a number or
+    a structure; `result` lists the values in the model's output; `grows` names the nodes
+    whose values get a gradient, `repeatable` those that any stage can compute again.
+    """
+
+    nodes: tuple[NodeInfo, ...]
+    parameters: Mapping[str, Parameter]
+    specs: Mapping[ValueId, TensorSpec]
+    sources: Mapping[str, tuple[str, ...]]
+    result: tuple[ValueId, ...]
+    grows: frozenset[str]
+    repeatable: frozenset[str]
+    example: Mapping[str, int]
+    num_runs: int
+
+    @staticmethod
+    def of(
+        traced: TracedGraph,
+        example: Sizes,
+        *,
+        vary: Sequence[str] | None = None,
+        fused_attention: bool = True,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> GraphCosts:
+        """Analyse a captured model.
+
+        Args:
+            example: a value for each size symbol of the graph.
+            vary: the symbols to find formulas for, by default "batch" and "sequence";
+                others stay as in the example.
+            fused_attention: price attention as one kernel that keeps no weights, also with
+                dropout, as accelerators have it.
+            progress: called with (nodes done, nodes in all).
+        """
+        bench = Bench(traced, fused_attention=fused_attention)
+        names = ("batch", "sequence") if vary is None else tuple(vary)
+        parameters, name_of = _parameters(traced)
+        markers = _Markers()
+        kinds: dict[object, NodeCost] = {}
+        nodes = []
+        work = [node for node in work_nodes(traced) if not node.meta.get("accessor")]
+        for done, node in enumerate(work):
+            key = bench.key(node, example)
+            cost = kinds.get(key) if key is not None else None
+            if cost is None:
+                cost = cost_of(bench, node, example, names)
+                if key is not None:
+                    kinds[key] = cost
+            nodes.append(_info(traced, node, cost, markers, name_of))
+            if progress is not None:
+                progress(done + 1, len(work))
+        output = next(node for node in traced.graph.nodes if node.op == "output")
+        specs = {
+            (node.name, place): spec
+            for node in traced.graph.nodes
+            for place, spec in enumerate(tensor_specs(node))
+        }
+        return GraphCosts(
+            tuple(nodes),
+            parameters,
+            specs,
+            _sources(work),
+            tuple(markers.origin(value) for value in inputs_of(output)),
+            frozenset(node.name for node in bench.grows),
+            _repeatable(traced, work),
+            dict(example),
+            bench.runs,
+        )
+
+    def flops(self, phase: Phase) -> Polynomial:
+        """The FLOPs of a phase of the whole model, as a formula."""
+        return sum((node.cost.flops(phase) for node in self.nodes), Polynomial.constant(0))
+
+    def root(self, value: ValueId) -> ValueId:
+        """The value whose storage this one shows; itself unless it is a view."""
+        return self._roots.get(value, value)
+
+    @cached_property
+    def _roots(self) -> Mapping[ValueId, ValueId]:
+        found: dict[ValueId, ValueId] = {}
+        for node in self.nodes:
+            for place, source in enumerate(node.cost.alias):
+                if source is not None and source < len(node.inputs):
+                    base = node.inputs[source]
+                    found[node.name, place] = found.get(base, base)
+        return found
+
+    @cached_property
+    def makers(self) -> frozenset[str]:
+        """The nodes that make values, as opposed to the model's inputs."""
+        return frozenset(node.name for node in self.nodes)
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[str, ...]]:
+        """For each node the nodes that need it."""
+        found: dict[str, list[str]] = {}
+        for name, sources in self.sources.items():
+            for source in sources:
+                found.setdefault(source, []).append(name)
+        return {name: tuple(users) for name, users in found.items()}
+
+    def is_repeatable(self, node: str) -> bool:
+        """Whether stages compute a value again rather than receive it."""
+        return node in self.repeatable
+
+    def value_bytes(self, value: ValueId, sizes: Sizes) -> float:
+        """The size of a tensor."""
+        spec = self.specs[value].bind(sizes)
+        count = 1
+        for size in spec.shape:
+            count *= int(size)
+        return count * spec.dtype.itemsize
+
+    @property
+    def rough(self) -> tuple[str, ...]:
+        """Modules that could not be run and were estimated from their parameters."""
+        return tuple(dict.fromkeys(n.module or n.name for n in self.nodes if n.cost.is_rough))
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Nodes whose cost is no polynomial of the sizes."""
+        return tuple(n.name for n in self.nodes if not n.cost.is_exact)
+
+
+def _sources(work: Sequence[fx.Node]) -> dict[str, tuple[str, ...]]:
+    """For each node the nodes it needs, seen through those that only take apart."""
+    inside = set(work)
+    seen: dict[fx.Node, tuple[fx.Node, ...]] = {}
+
+    def reach(node: fx.Node) -> tuple[fx.Node, ...]:
+        if node not in seen:
+            if node in inside:
+                seen[node] = (node,)
+            else:
+                found = (n for source in node.all_input_nodes for n in reach(source))
+                seen[node] = tuple(dict.fromkeys(found))
+        return seen[node]
+
+    return {
+        node.name: tuple(
+            dict.fromkeys(found.name for s in node.all_input_nodes for found in reach(s))
+        )
+        for node in work
+    }
+
+
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
+
+
+def _repeatable(traced: TracedGraph, work: Sequence[fx.Node]) -> frozenset[str]:
+    """Nodes without gradient, parameters and chance, that follow from such nodes alone."""
+    sources = _sources(work)
+    found: set[str] = set()
+    for node in work:
+        grows = any(spec.requires_grad for spec in tensor_specs(node))
+        has_state = any(source.op == "get_attr" for source in node.all_input_nodes)
+        if node.op == "call_module":
+            has_state |= bool(traced.module.get_submodule(str(node.target)).state_dict())
+        is_random = any(word in str(node.target) for word in _RANDOM)
+        if not (grows or has_state or is_random) and found.issuperset(sources[node.name]):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _parameters(traced: TracedGraph) -> tuple[dict[str, Parameter], dict[int, str]]:
+    """Every parameter once, and the name that each tensor goes by."""
+    found: dict[str, Parameter] = {}
+    name_of: dict[int, str] = {}
+    for name, tensor in traced.module.named_parameters():
+        name_of[id(tensor)] = name
+        found[name] = Parameter(name, tensor.numel(), tensor.element_size(), tensor.requires_grad)
+    return found, name_of
+
+
+def _info(
+    traced: TracedGraph,
+    node: fx.Node,
+    cost: NodeCost,
+    markers: _Markers,
+    name_of: Mapping[int, str],
+) -> NodeInfo:
+    module, held, is_block = "", [], False
+    if node.op == "call_module":
+        module = str(node.target)
+        found = traced.module.get_submodule(module)
+        held = [name_of[id(p)] for p in found.parameters()]
+        is_block = any(True for _ in found.children())
+    for source in node.all_input_nodes:
+        if source.op == "get_attr":
+            owner, _, key = str(source.target).rpartition(".")
+            tensor = getattr(traced.module.get_submodule(owner), key)
+            if isinstance(tensor, torch.nn.Parameter):
+                held.append(name_of[id(tensor)])
+    return NodeInfo(
+        node.name,
+        module or str(node.meta.get("owner") or ""),
+        cost,
+        tuple(markers.origin(value) for value in inputs_of(node)),
+        tuple(tensor_specs(node)),
+        tuple(dict.fromkeys(held)),
+        is_block,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """Stands for one tensor of a node's output while structures are taken apart."""
+
+    value: ValueId
+    is_atom = True
+
+
+class _Markers:
+    """Follows tensors through nodes that only take nested values apart or put them together."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Any] = {}
+
+    def origin(self, value: tuple[fx.Node, int]) -> ValueId:
+        node, place = value
+        leaves = [leaf for _, leaf in walk(self._of(node)) if isinstance(leaf, _Marker)]
+        return leaves[place].value if place < len(leaves) else (node.name, place)
+
+    def _of(self, node: fx.Node) -> Any:
+        if node not in self._known:
+            if node.meta.get("accessor") or isinstance(node.target, Rebuild):
+                args = fx.map_arg(node.args, self._of)
+                target: Any = node.target
+                self._known[node] = target(*args)
+            else:
+                self._known[node] = self._fresh(node)
+        return self._known[node]
+
+    def _fresh(self, node: fx.Node) -> Any:
+        count = 0
+
+        def mark(leaf: Any) -> Any:
+            nonlocal count
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            count += 1
+            return _Marker((node.name, count - 1))
+
+        return map_leaves(mark, node.meta.get("spec"))

@@ -1,0 +1,236 @@
+"""What was measured of a model: plain numbers that can be saved, and put into a plan.
+
+`Profile.reprice` replaces the estimated times of a workload with measured ones. Batch
+sizes between and beyond the measured ones follow straight lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpipe.errors import PlanError
+from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.planner.cost.hardware import Hardware, load_hardware
+from fxpipe.planner.cost.workload import Checkpointing, NodeLoad, Workload
+from fxpipe.planner.partition.work import Item, Work
+from fxpipe.program import Link
+
+if TYPE_CHECKING:
+    from fxpipe.planner.search.subject import Subject
+
+__all__ = ["Measured", "Profile", "fingerprint_of"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of one part for one microbatch, then bytes.
+
+    `kept` is made inside and held until the backward; None if it was not measured.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+    kept: float | None = None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times and memory of the parts of a model on one device.
+
+    `parts[node][batch]` has what was measured; `opened` says how the model was captured.
+    """
+
+    fingerprint: str
+    device: str
+    opened: tuple[str, ...]
+    parts: Mapping[str, Mapping[int, Measured]]
+    link: Link | None = None
+
+    def times(self, node: str, batch: int) -> Measured | None:
+        """The times of a node for a batch size; None if it was not measured."""
+        found = self.parts.get(node)
+        if not found:
+            return None
+        if batch in found:
+            return found[batch]
+        if 0 in found:
+            return found[0]
+        known = sorted(found)
+        if len(known) == 1:
+            return _scaled(found[known[0]], batch / known[0])
+        low = max((size for size in known[:-1] if size <= batch), default=known[0])
+        high = known[known.index(low) + 1]
+        share = (batch - low) / (high - low)
+        first, second = found[low], found[high]
+        times = [
+            max(a + share * (b - a), 0.0)
+            for a, b in zip(_numbers(first), _numbers(second), strict=True)
+        ]
+        if first.kept is None or second.kept is None:
+            return Measured(*times)
+        kept = max(first.kept + share * (second.kept - first.kept), 0.0)
+        return replace(Measured(*times), kept=kept)
+
+    def with_link(self, link: Link | None) -> Profile:
+        return self if link is None else replace(self, link=link)
+
+    def hardware(self, base: str | os.PathLike[str] | Hardware) -> Hardware:
+        """Hardware whose links are the measured one; the rest is that of `base`."""
+        found = load_hardware(base)
+        if self.link is None:
+            return found
+        return replace(found, name=f"{found.name}, measured", intra=self.link, inter=self.link)
+
+    def reprice(self, subject: Subject) -> Callable[[Workload, int, Checkpointing], Workload]:
+        """A function that puts the measured times into a workload.
+
+        Raises:
+            PlanError: nothing of the model was measured.
+        """
+        nodes = {node.name: node for node in subject.costs.nodes}
+        if not any(name in self.parts for name in nodes):
+            raise PlanError("the profile is of another model: none of its parts occur in this one")
+
+        def reprice(load: Workload, batch: int, mode: Checkpointing) -> Workload:
+            loads = {}
+            for name, old in load.loads.items():
+                found = self.times(name, batch)
+                repeats = nodes[name].is_block and mode != "none"
+                loads[name] = old if found is None else _with_times(old, found, repeats, mode)
+            items = tuple(
+                _item(item, [loads[name] for name in names])
+                for item, names in zip(load.work.items, load.nodes, strict=True)
+            )
+            work = Work(items, load.work.flows, load.work.shared)
+            return Workload(work, load.nodes, loads)
+
+        return reprice
+
+    def to_json(self) -> str:
+        data = {
+            "format": _FORMAT,
+            "fingerprint": self.fingerprint,
+            "device": self.device,
+            "opened": list(self.opened),
+            "link": None if self.link is None else [self.link.latency, self.link.bytes_per_time],
+            "parts": {
+                node: {str(batch): [*_numbers(found), found.kept] for batch, found in sizes.items()}
+                for node, sizes in self.parts.items()
+            },
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read a profile.
+
+        Raises:
+            PlanError: the text is not one.
+        """
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise PlanError(f"the profile has format {data['format']}; this version reads 1")
+            return Profile(
+                data["fingerprint"],
+                data["device"],
+                tuple(data["opened"]),
+                {
+                    node: {int(batch): Measured(*times) for batch, times in sizes.items()}
+                    for node, sizes in data["parts"].items()
+                },
+                None if data["link"] is None else Link(*data["link"]),
+            )
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"this is not a saved profile: {error!r}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the profile to a JSON file."""
+        target = Path(path)
+        target.write_text(self.to_json() + "\n", encoding="utf-8")
+        return target
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read a profile that `save` wrote."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"cannot read the profile {os.fspath(path)!r}: {error}") from error
+        return Profile.from_json(text)
+
+
+def fingerprint_of(
+    traced: TracedGraph, batch_sizes: Sequence[int], device: torch.device, runs: str
+) -> str:
+    """Equal where a measurement can be taken over: same parts, shapes, device and torch."""
+    lines: list[Any] = [torch.__version__, torch.get_num_threads(), _device_name(device), runs]
+    lines += [sorted(traced.opened), dict(traced.hints), list(batch_sizes)]
+    lines += [
+        (name, type(part).__qualname__, part.training)
+        for name, part in traced.module.named_modules()
+    ]
+    lines += [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in traced.module.named_parameters()
+    ]
+    lines += [(n.name, n.op, str(n.target), str(n.meta.get("spec"))) for n in traced.graph.nodes]
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:20]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()} {platform.processor()}"
+
+
+def _numbers(found: Measured) -> tuple[float, float, float]:
+    return found.forward, found.backward_input, found.backward_weight
+
+
+def _scaled(found: Measured, share: float) -> Measured:
+    kept = None if found.kept is None else share * found.kept
+    return replace(Measured(*(share * value for value in _numbers(found))), kept=kept)
+
+
+def _with_times(old: NodeLoad, found: Measured, repeats: bool, mode: Checkpointing) -> NodeLoad:
+    backward = found.backward_input
+    if repeats and (backward or found.backward_weight):
+        # A cheap repetition is the same share of the forward as in the estimate.
+        share = 1.0
+        if mode == "selective" and old.forward:
+            share = min(old.repeated / old.forward, 1.0)
+        backward += share * found.forward
+    # What a checkpointed block keeps is another matter than what was measured without.
+    inside = old.inside if found.kept is None or (repeats and mode != "none") else found.kept
+    return replace(
+        old,
+        inside=inside,
+        forward=found.forward,
+        backward_input=backward,
+        backward_weight=found.backward_weight,
+    )
+
+
+def _item(item: Item, loads: Sequence[NodeLoad]) -> Item:
+    return replace(
+        item,
+        forward=sum(load.forward for load in loads),
+        backward_input=sum(load.backward_input for load in loads),
+        backward_weight=sum(load.backward_weight for load in loads),
+        residual=sum(load.inside for load in loads),
+    )

@@ -1,0 +1,1 @@
+"""Find a better order of actions."""

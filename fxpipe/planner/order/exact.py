@@ -1,0 +1,173 @@
+"""The best possible order of a small program, by constraint programming (ortools).
+
+In:  a compute-only program (whose actions are to be ordered), costs, a memory limit.
+Out: a program with the least makespan, and a bound that is proven even if time runs out.
+
+Each rank is a machine that does one action at a time; what an action reads must have
+arrived; what a rank holds must stay below its limit at all times. Microbatches of one
+kind and stage keep their order, which costs nothing since they are alike. Solving
+takes seconds for tens of actions per rank and is hopeless for thousands: this is the yardstick for
+`improve`, not its replacement. Needs the extra `fxpipe[solver]`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from fxpipe.errors import PlanError
+from fxpipe.planner.order.memory_limit import limits_of
+from fxpipe.planner.order.orders import Orders
+from fxpipe.program import Action, Costs, Edges, Kind, Program, validate
+
+__all__ = ["Optimum", "optimum"]
+
+_MOST_TICKS = 20_000
+"""Times are whole numbers for the solver: at most so many to the work of the fullest rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best program found, its makespan, and what no program can be below."""
+
+    program: Program
+    makespan: float
+    bound: float
+
+    @property
+    def is_proven(self) -> bool:
+        return self.makespan <= self.bound * (1 + 1e-4)
+
+
+def optimum(
+    program: Program,
+    costs: Costs,
+    memory_limit: float | tuple[float, ...] | None = None,
+    *,
+    edges: Edges | None = None,
+    seconds: float = 30.0,
+    workers: int = 1,
+) -> Optimum:
+    """Order the actions of a program so that it ends as early as possible.
+
+    Raises:
+        PlanError: ortools is not installed, or no order fits into the memory.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise PlanError(
+            "the optimum needs ortools; install it with: pip install 'fxpipe[solver]'"
+        ) from error
+    edges = edges or Edges.chain(program.num_stages)
+    limits = limits_of(program, memory_limit)
+    orders = Orders(program, costs, edges, limits)
+    model = cp_model.CpModel()
+    fits = all(orders.fits(rank, order) for rank, order in enumerate(orders.ranks))
+    scale = _whole_numbers([*orders.durations, *(lag for n in orders.needs for _, lag in n)])
+    scale = min(scale, _MOST_TICKS / max(_loads(orders)))
+    ticks = orders.scaled(scale)
+    known = ticks.time_of(ticks.ranks) if fits else None
+    latest = known.makespan if known is not None else 3 * sum(_loads(ticks))
+    horizon = math.ceil(latest)
+    starts, ends = _add_actions(model, ticks, horizon)
+    _add_memory(model, orders, starts, ends)
+    makespan = model.new_int_var(0, horizon, "makespan")
+    model.add_max_equality(makespan, list(ends))
+    model.minimize(makespan)
+    if known is not None:
+        for number, end in enumerate(known.ends):
+            model.add_hint(ends[number], round(end))
+            model.add_hint(starts[number], round(end - ticks.durations[number]))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = 0
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise PlanError(f"no order found within {seconds} s: {solver.status_name(status)}")
+    ranks = [tuple(sorted(rank, key=lambda n: solver.value(ends[n]))) for rank in orders.ranks]
+    best = orders.as_program(ranks, f"{program.name} optimum".strip())
+    validate(best, edges)
+    timing = orders.time_of(ranks)
+    assert timing is not None
+    # Rounding a duration moves every path by at most half a tick.
+    is_rounded = any(abs(d * scale - round(d * scale)) > 1e-6 for d in orders.durations)
+    slack = len(orders.actions) / 2 if is_rounded else 0
+    bound = max((solver.best_objective_bound - slack) / scale, 0.0)
+    return Optimum(best, timing.makespan, min(bound, timing.makespan))
+
+
+def _loads(orders: Orders) -> list[float]:
+    return [math.fsum(orders.durations[n] for n in rank) for rank in orders.ranks]
+
+
+def _whole_numbers(values: list[float]) -> float:
+    """A factor that makes all values whole numbers, nearly."""
+    fractions = [Fraction(value).limit_denominator(10_000) for value in values]
+    above = math.gcd(*(f.numerator for f in fractions)) or 1
+    return math.lcm(*(f.denominator for f in fractions)) / above
+
+
+def _add_actions(model: Any, orders: Orders, horizon: int) -> tuple[list[Any], list[Any]]:
+    starts, ends, intervals = [], [], []
+    for number, duration in enumerate(orders.durations):
+        starts.append(model.new_int_var(0, horizon, f"s{number}"))
+        ends.append(model.new_int_var(0, horizon, f"e{number}"))
+        intervals.append(
+            model.new_interval_var(starts[-1], round(duration), ends[-1], f"i{number}")
+        )
+    for rank in orders.ranks:
+        model.add_no_overlap([intervals[n] for n in rank])
+    for number in range(len(orders.actions)):
+        for made, lag in orders.needs[number]:
+            model.add(starts[number] >= ends[made] + round(lag))
+        for made in orders.local[number]:
+            model.add(starts[number] >= ends[made])
+    return starts, ends
+
+
+def _add_memory(model: Any, orders: Orders, starts: list[Any], ends: list[Any]) -> None:
+    """Bound what each rank holds, as a pile of lifetimes from one action to another."""
+    number_of = {
+        part: number
+        for number, action in enumerate(orders.actions)
+        for part in action.parts or (action,)
+    }
+    for rank, numbers in enumerate(orders.ranks):
+        if math.isinf(orders.limits[rank]):
+            continue
+        lives: list[tuple[Any, Any, float]] = []
+        for part in (p for n in numbers for p in orders.actions[n].parts or (orders.actions[n],)):
+            if part.kind is Kind.FORWARD:
+                lives += _lives(orders, part, number_of, starts, ends)
+        unit = 1 / _whole_numbers([size for _, _, size in lives])
+        room = math.floor(orders.limits[rank] / unit + 1e-6)
+        intervals, sizes = [], []
+        for index, (start, end, size) in enumerate(lives):
+            length = model.new_int_var(0, 1 << 40, f"l{rank}_{index}")
+            intervals.append(model.new_interval_var(start, length, end, f"m{rank}_{index}"))
+            sizes.append(round(size / unit))
+        model.add_cumulative(intervals, sizes, room)
+
+
+def _lives(
+    orders: Orders,
+    forward: Action,
+    number_of: dict[Action, int],
+    starts: list[Any],
+    ends: list[Any],
+) -> list[tuple[Any, Any, float]]:
+    """From when to when a forward's residual, and what is deferred of it, is held."""
+    begin = starts[number_of[forward]]
+    residual, deferred = orders.kept(forward.stage)
+    whole = number_of.get(forward._replace(kind=Kind.BACKWARD))
+    if whole is not None:
+        return [(begin, ends[whole], residual)]
+    half = ends[number_of[forward._replace(kind=Kind.BACKWARD_INPUT)]]
+    last = ends[number_of[forward._replace(kind=Kind.BACKWARD_WEIGHT)]]
+    if residual == deferred:
+        return [(begin, last, residual)]
+    return [(begin, half, residual), (half, last, deferred)]

@@ -1,0 +1,355 @@
+"""Make a schedule better for the costs at hand, by local search.
+
+In:  a compute-only program, costs (stages may differ), a memory limit.
+Out: `Improved`: a valid program that is never slower than the one given, what it takes, and
+     a time that no order can be below.
+
+Starts are the given program and every named schedule with the same placement that fits
+into the memory. From each, weight gradients are placed anew in the holes that these costs
+leave (`Orders.fill`); a list scheduler alone would lose to the hand-made patterns, so their
+order of forwards and input gradients is kept as the start. Then two searches in turn:
+one changes the order of forwards and input gradients and fills again, the other moves
+single actions, weight gradients included. Both change actions on the critical path,
+accept a worse order now and then (less and less often), and keep the best. The random
+numbers come from `seed`, and the budget counts timed actions, not seconds: same input, same result.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from fxpipe.errors import PlanError, ScheduleError
+from fxpipe.planner.order.memory_limit import MemoryLimit, limits_of
+from fxpipe.planner.order.orders import Orders, Timing
+from fxpipe.planner.order.schedule_bound import lower_bound
+from fxpipe.program import Action, Costs, Edges, Kind, Program, Timeline, simulate, validate
+from fxpipe.program.generators import SCHEDULES
+
+__all__ = ["Improved", "improve", "improve_best", "named_starts"]
+
+_PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+
+
+@dataclass(frozen=True)
+class Improved:
+    """What `improve` found.
+
+    `before` and `makespan` are simulated times of the program given and of `program`;
+    `bound` is below the makespan of every order of the same actions within the memory.
+    """
+
+    program: Program
+    timeline: Timeline
+    before: float
+    bound: float
+    start: str
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+    def __str__(self) -> str:
+        gain = 1 - self.makespan / self.before if self.before else 0.0
+        above = self.makespan / self.bound - 1 if self.bound else 0.0
+        return (
+            f"{self.program.name}: {self.makespan:.6g} instead of {self.before:.6g} "
+            f"({gain:.2%} quicker), at most {above:.2%} above the best possible "
+            f"({self.bound:.6g}); {self.timeline.idle:.2%} idle, started from {self.start}"
+        )
+
+
+def improve(
+    program: Program,
+    costs: Costs,
+    memory_limit: MemoryLimit = None,
+    *,
+    edges: Edges | None = None,
+    seed: int = 0,
+    budget: int = 2_000_000,
+    starts: Sequence[Program] | None = None,
+) -> Improved:
+    """Look for an order of a program's actions that ends earlier.
+
+    `memory_limit` is what a rank may hold in the units of the costs (one number, or one per
+    rank); without it the program's own peak of each rank. `starts` replaces the named
+    schedules as further places to start from. `budget` is the number of actions to time.
+
+    Raises:
+        PlanError: the program itself does not fit into the memory, and no start does.
+        ScheduleError: the program is not valid, or lowered.
+    """
+    edges = edges or Edges.chain(program.num_stages)
+    if program.is_lowered:
+        raise ScheduleError("improve takes compute-only programs: improve first, then lower")
+    validate(program, edges)
+    given = simulate(program, costs, edges)
+    limits = given.peak_memory if memory_limit is None else limits_of(program, memory_limit)
+    others = named_starts(program) if starts is None else list(starts)
+    judge = _Judge(costs, edges, limits)
+    judge.consider(program, given, program.name or "the program given")
+    budget_each = budget // 2
+    ranked = _best_starts(program, others, costs, edges, limits, judge)
+    for orders, main, patience, name in ranked[:2]:
+        judge.start = name
+        share = budget_each // min(2, len(ranked))
+        goal = lower_bound(orders.program, costs, edges, limits)
+        best = _search_fills(orders, main, patience, random.Random(seed), share, goal)
+        judge.consider_orders(orders, best.ranks)
+        best = _search_moves(orders, best, random.Random(seed + 1), share, goal)
+        judge.consider_orders(orders, best.ranks)
+    if judge.best is None:
+        raise PlanError(_shortage(program, given, limits))
+    best_program, timeline, start = judge.best
+    validate(best_program, edges)
+    bound = min(lower_bound(best_program, costs, edges, limits), timeline.makespan)
+    return Improved(best_program, timeline, given.makespan, bound, start)
+
+
+def improve_best(
+    candidates: Sequence[tuple[Program, Costs]],
+    memory_limit: MemoryLimit = None,
+    *,
+    seed: int = 0,
+    budget: int = 2_000_000,
+    most: int = 2,
+) -> Improved:
+    """Improve the quickest of several programs, which may divide the model differently.
+
+    Each candidate comes with its own costs, since stages of another division cost
+    something else. Those that do not fit into the memory take no part; the `most`
+    quickest of the others are improved, and the best result is returned.
+
+    Raises:
+        PlanError: no candidate fits into the memory.
+    """
+    fitting = []
+    for index, (program, costs) in enumerate(candidates):
+        timeline = simulate(program, costs)
+        limits = limits_of(program, memory_limit)
+        if all(h <= m * (1 + 1e-9) for h, m in zip(timeline.peak_memory, limits, strict=True)):
+            fitting.append((timeline.makespan, index))
+    if not fitting:
+        raise PlanError(f"none of the {len(candidates)} candidates fits into the memory")
+    fitting.sort()
+    results = [
+        improve(*candidates[index], memory_limit, seed=seed, budget=budget // most, starts=())
+        for _, index in fitting[:most]
+    ]
+    return min(results, key=lambda result: result.makespan)
+
+
+def named_starts(program: Program) -> list[Program]:
+    """All named schedules that place the stages as the program does."""
+    ranks, stages = program.num_ranks, program.num_stages
+    found = []
+    for info in SCHEDULES.values():
+        if info.name == "ForwardOnly" or stages % ranks or not info.allows(stages // ranks):
+            continue
+        if info.placement(ranks, stages) == program.placement:
+            found.append(info(ranks, stages, program.num_microbatches))
+    return found
+
+
+class _Judge:
+    """Keeps the best program by the real simulator, among those that fit."""
+
+    def __init__(self, costs: Costs, edges: Edges, limits: Sequence[float]) -> None:
+        self.costs, self.edges, self.limits = costs, edges, limits
+        self.best: tuple[Program, Timeline, str] | None = None
+        self.start = ""
+
+    def consider(self, program: Program, timeline: Timeline, start: str) -> None:
+        slack = 1 + 1e-9
+        if any(h > m * slack for h, m in zip(timeline.peak_memory, self.limits, strict=True)):
+            return
+        if self.best is None or timeline.makespan < self.best[1].makespan * (1 - 1e-12):
+            self.best = (program, timeline, start)
+
+    def consider_orders(self, orders: Orders, ranks: Sequence[Sequence[int]]) -> None:
+        program = orders.as_program(ranks, f"improved {orders.program.name}".strip())
+        self.consider(program, simulate(program, self.costs, self.edges), self.start)
+
+
+_Start = tuple[Orders, list[tuple[int, ...]], list[float], str]
+
+
+def _best_starts(
+    program: Program,
+    others: Sequence[Program],
+    costs: Costs,
+    edges: Edges,
+    limits: Sequence[float],
+    judge: _Judge,
+) -> list[_Start]:
+    """Starts that fit, quickest first; each with the patience that suits it best."""
+    splits = any(a.kind is Kind.BACKWARD_INPUT for p in (program, *others) for a in _parts(p))
+    found: list[tuple[float, int, _Start]] = []
+    for index, start in enumerate((program, *others)):
+        name = start.name or "the program given"
+        if index:
+            judge.consider(start, simulate(start, costs, edges), name)
+        variant = _split(start) if splits else start
+        orders = Orders(variant, costs, edges, limits)
+        options = [
+            (timing.makespan, patience)
+            for patience in _PATIENCE
+            if (timing := orders.fill(orders.main(), [patience] * program.num_ranks)) is not None
+        ]
+        if options:
+            makespan, patience = min(options)
+            chosen = (orders, orders.main(), [patience] * program.num_ranks, name)
+            found.append((makespan, index, chosen))
+    found.sort(key=lambda entry: entry[:2])
+    return [start for _, _, start in found]
+
+
+def _parts(program: Program) -> Iterator[Action]:
+    for actions in program.ranks:
+        for action in actions:
+            yield from action.parts or (action,)
+
+
+def _split(program: Program) -> Program:
+    """Every backward as its two halves, every pair as its parts."""
+    ranks = []
+    for actions in program.ranks:
+        order: list[Action] = []
+        for part in (p for action in actions for p in action.parts or (action,)):
+            if part.kind is Kind.BACKWARD:
+                order.append(part._replace(kind=Kind.BACKWARD_INPUT))
+                order.append(part._replace(kind=Kind.BACKWARD_WEIGHT))
+            else:
+                order.append(part)
+        ranks.append(order)
+    return Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
+
+
+_Filled = tuple[Sequence[tuple[int, ...]], Sequence[float]]
+"""An order without weight gradients, and each rank's patience."""
+
+
+def _search_fills(
+    orders: Orders,
+    main: Sequence[tuple[int, ...]],
+    patience: Sequence[float],
+    rng: random.Random,
+    budget: int,
+    goal: float,
+) -> Timing:
+    """Change the order of forwards and input gradients; weight gradients follow."""
+
+    def propose(state: _Filled, timing: Timing) -> _Filled | None:
+        order, wait = state
+        if rng.random() < 0.05:
+            changed = list(wait)
+            changed[rng.randrange(len(wait))] = rng.choice(_PATIENCE)
+            return order, changed
+        moved = _move(orders, order, timing, rng, weights=False)
+        return None if moved is None else (moved, wait)
+
+    return _anneal(
+        orders, (main, patience), propose, lambda s: orders.fill(s[0], s[1]), rng, budget, goal
+    )
+
+
+def _search_moves(
+    orders: Orders, start: Timing, rng: random.Random, budget: int, goal: float
+) -> Timing:
+    """Move single actions, weight gradients included."""
+
+    def propose(
+        state: Sequence[tuple[int, ...]], timing: Timing
+    ) -> Sequence[tuple[int, ...]] | None:
+        moved = _move(orders, state, timing, rng, weights=True)
+        if moved is None:
+            return None
+        changed = next(r for r, (a, b) in enumerate(zip(state, moved, strict=True)) if a != b)
+        return moved if orders.fits(changed, moved[changed]) else None
+
+    return _anneal(orders, start.ranks, propose, orders.time_of, rng, budget, goal)
+
+
+def _anneal(
+    orders: Orders,
+    state: object,
+    propose: Callable[..., object | None],
+    evaluate: Callable[..., Timing | None],
+    rng: random.Random,
+    budget: int,
+    goal: float,
+) -> Timing:
+    """Simulated annealing until the goal is met or the budget is spent.
+
+    The score is the makespan and a little of all ranks' ends, since many changes that lead
+    somewhere leave the makespan alone at first.
+    """
+    timing = evaluate(state)
+    assert timing is not None
+    best, score = timing, _score(timing)
+    rounds = budget // len(orders.actions)
+    unit = math.fsum(orders.durations) / len(orders.durations)
+    for turn in range(rounds):
+        if best.makespan <= goal * (1 + 1e-9):
+            break
+        heat = unit * 0.2 * 0.05 ** (turn / rounds)
+        proposed = propose(state, timing)
+        tried = evaluate(proposed) if proposed is not None else None
+        if tried is None:
+            continue
+        worse = _score(tried) - score
+        if worse <= 0 or rng.random() < math.exp(-worse / heat):
+            state, timing, score = proposed, tried, score + worse
+            if tried.makespan < best.makespan * (1 - 1e-12):
+                best = tried
+    return best
+
+
+def _score(timing: Timing) -> float:
+    return timing.makespan + 0.3 * math.fsum(timing.rank_ends) / len(timing.rank_ends)
+
+
+def _move(
+    orders: Orders,
+    ranks: Sequence[tuple[int, ...]],
+    timing: Timing,
+    rng: random.Random,
+    *,
+    weights: bool,
+) -> Sequence[tuple[int, ...]] | None:
+    """Shift one action of a rank by a few places, mostly one on the critical path."""
+    if rng.random() < 0.8:
+        path = timing.critical_path()
+        number = rng.choice(path)
+        if not weights and orders.is_weight[number]:
+            return None
+    else:
+        number = rng.choice(rng.choice(ranks))
+    rank = orders.rank_of[number]
+    order = ranks[rank]
+    at = order.index(number)
+    to = at + rng.choice((-1, -1, -1, 1, 1, 1, -2, 2, -3, 3, -4, 4, -6, 6))
+    if not 0 <= to < len(order):
+        return None
+    if to < at and not orders.local[number].isdisjoint(order[to:at]):
+        return None
+    if to > at and any(number in orders.local[other] for other in order[at + 1 : to + 1]):
+        return None
+    changed = list(order)
+    del changed[at]
+    changed.insert(to, number)
+    return (*ranks[:rank], tuple(changed), *ranks[rank + 1 :])
+
+
+def _shortage(program: Program, timeline: Timeline, limits: Sequence[float]) -> str:
+    lines = [
+        f"  rank {rank} holds {held:.6g}, may hold {limit:.6g}, missing {held - limit:.6g}"
+        for rank, (held, limit) in enumerate(zip(timeline.peak_memory, limits, strict=True))
+        if held > limit
+    ]
+    return (
+        f"neither {program.name or 'the program'} nor a named schedule with the same placement "
+        "fits into the memory; the program given:\n" + "\n".join(lines)
+    )

@@ -1,0 +1,1 @@
+"""Divide plain numbers among stages."""

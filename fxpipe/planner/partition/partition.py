@@ -1,0 +1,258 @@
+"""Divide work among stages so that the slowest rank is as quick as possible.
+
+In:  `Work` (items, flows, what they share), a placement of stages on ranks, `Limits`.
+Out: a `Partition`: the stage of each item, and a bound that nobody can beat.
+
+The load of a rank is the compute time of its stages plus every transfer that one of them
+sends or receives. What "exact" means:
+
+- One stage per rank, values with one reader (chains, skips): dynamic programming over the
+  cuts of the model's own order, exact. Values with several readers: the same as a bound,
+  and a search that closes the gap.
+- Several stages per rank (interleaved, V): a search with a bound; `is_exact` says whether
+  the two met. Where they do not, `bound` says how far the result can be from the best.
+- Models with branches: the above over all cuts that data flow allows, if there are at
+  most `MOST_POSITIONS`; beyond that over the model's own order alone (`order`).
+
+Equal results are told apart by evenness (the sum of squares of rank loads), then by the
+earliest cuts, so the same input always gives the same stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from fxpipe.errors import PlanError
+from fxpipe.planner.partition.chains import MET, Chain, alone, folded, shortest
+from fxpipe.planner.partition.cut_search import Loads, capacity_bound, climb, possible_loads, search
+from fxpipe.planner.partition.cuts import Cuts, Totals, downsets, prefixes
+from fxpipe.planner.partition.work import Limits, Work
+from fxpipe.program import Placement
+
+__all__ = ["MOST_POSITIONS", "Partition", "partition", "shifted"]
+
+MOST_POSITIONS = 700
+"""Up to so many cuts, branches may run in another order than the model's own."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which stage each item is on, and what that costs.
+
+    `bound` is a time that no division can get its slowest rank below. `order` is "model" if
+    stages follow the order in which the model runs its items, else "branches".
+    """
+
+    stage_of: tuple[int, ...]
+    placement: Placement
+    totals: Totals
+    bound: float
+    order: str
+
+    @property
+    def slowest(self) -> float:
+        """The load of the slowest rank."""
+        return self.totals.slowest
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank's load over the mean; 1 is perfect."""
+        loads = self.totals.rank_loads
+        mean = math.fsum(loads) / len(loads)
+        return self.slowest / mean if mean else 1.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no other division has a quicker slowest rank."""
+        return self.slowest <= self.bound * MET
+
+    def items_of(self, stage: int) -> tuple[int, ...]:
+        return tuple(item for item, where in enumerate(self.stage_of) if where == stage)
+
+
+def partition(
+    work: Work,
+    stages: int | Placement,
+    limits: Limits | None = None,
+    *,
+    effort: int = 20_000,
+    reorder_gain: float = 0.0,
+) -> Partition:
+    """Divide the work; `stages` is their number (one per rank) or a placement.
+
+        >>> partition(Work.chain([1, 1, 1, 3]), 2).stage_of
+        (0, 0, 0, 1)
+
+    `effort` bounds the steps of the search where dynamic programming is not exact; with 0
+    boundaries are only shifted from an even start, which is quick and proves little. Branches
+    run in another order than the model's own only if the slowest rank gains at least the
+    share `reorder_gain` by it.
+
+    Raises:
+        PlanError: there are fewer places to cut than needed, pins and groups contradict
+            the order of the data, or memory is short; the message says where and by how much.
+    """
+    placement = Placement.loop(stages, stages) if isinstance(stages, int) else stages
+    limits = limits or Limits()
+    limits.check(work, placement)
+    if len(work.items) < placement.num_stages:
+        raise PlanError(
+            f"{placement.num_stages} stages need as many items, but there are {len(work.items)}"
+        )
+    cuts = Cuts(work, placement, limits, prefixes(work))
+    best, bound = _solve(cuts, effort)
+    chosen, order = cuts, "model"
+    if best is None or best[1].slowest > _floor(work, placement) * (1 + 1e-9):
+        masks = downsets(work, MOST_POSITIONS)
+        if masks is not None and len(masks) > len(work.items) + 1:
+            wider = Cuts(work, placement, limits, masks)
+            other, bound = _solve(wider, effort)
+            if other is not None and (
+                best is None or other[1].key[0] < best[1].key[0] * (1 - reorder_gain)
+            ):
+                best, chosen, order = other, wider, "branches"
+    if best is None:
+        raise PlanError(_explain(work, placement, limits))
+    return Partition(chosen.assignment(best[0]), placement, best[1], bound, order)
+
+
+def shifted(work: Work, start: Partition, limits: Limits) -> Partition:
+    """Shift the boundaries of a partition in the model's order towards the limits.
+
+    First towards the memory, as far as that goes, then towards even ranks. Quick; no proof.
+    """
+    if start.order != "model":
+        return start
+    cuts = Cuts(work, start.placement, limits, prefixes(work))
+    firsts = [start.stage_of.index(stage) for stage in range(start.placement.num_stages)]
+    masks = [(1 << first) - 1 for first in (*firsts, len(work.items))]
+    chain, totals = climb(cuts, tuple(cuts.masks.index(mask) for mask in masks))
+    return Partition(cuts.assignment(chain), start.placement, totals, start.bound, "model")
+
+
+def _floor(work: Work, placement: Placement) -> float:
+    """A time that is out of reach whatever the order: the mean, and the longest item."""
+    times = [item.time for item in work.items]
+    return max(math.fsum(times) / placement.num_ranks, *times)
+
+
+def _solve(cuts: Cuts, effort: int) -> tuple[tuple[Chain, Totals] | None, float]:
+    """The best chain of positions and a bound on what any chain can reach."""
+    even = shortest(cuts, alone(cuts), upper=_reachable(cuts))
+    if even is None:
+        return None, math.inf
+    bound = max(cuts.load(s, a, b) for s, (a, b) in enumerate(itertools.pairwise(even)))
+    loads = [Loads((), 0.0)] * cuts.num_stages
+    known = (even, cuts.totals(even))
+    if not effort:
+        known = climb(cuts, even)
+        return (known if cuts.excess(known[1]) <= 0 else None), min(bound, known[1].slowest)
+    if cuts.placement.num_ranks < cuts.num_stages:
+        loads = possible_loads(cuts)
+        bound = max(bound, capacity_bound(cuts, loads))
+        known = climb(cuts, even)
+        if _is_folded(cuts) and known[1].slowest > bound * MET:
+            fits = cuts.excess(known[1]) <= 0
+            fold = folded(cuts, known[1].slowest if fits else math.inf)
+            if fold is None:
+                return None, math.inf
+            bound = max(bound, fold[0])
+            options = (climb(cuts, fold[1]), known)
+            known = min(options, key=lambda found: (cuts.excess(found[1]) > 0, found[1].key))
+    start = None if cuts.excess(known[1]) > 0 else known
+    if start is not None and start[1].slowest <= bound * MET:
+        return start, start[1].slowest
+    best, is_proven = search(cuts, start, bound, loads, effort=effort)
+    if best is not None:
+        best = min(best, climb(cuts, best[0]), key=lambda found: found[1].key)
+        bound = best[1].slowest if is_proven else bound
+    return best, bound
+
+
+def _is_folded(cuts: Cuts) -> bool:
+    """Whether rank r holds stages r and 2R-1-r and the order is the model's own."""
+    return cuts.in_order and cuts.placement == Placement.v(
+        cuts.placement.num_ranks, 2 * cuts.placement.num_ranks
+    )
+
+
+def _reachable(cuts: Cuts) -> float:
+    """A price that some chain does not exceed, to cut the dynamic programming short."""
+    if cuts.limits.memory is not None or cuts.limits.pins or not cuts.in_order:
+        return math.inf
+    chain, stages = [0], cuts.num_stages
+    for stage in range(1, stages):
+        wish = cuts.total * stage / stages
+        choices = [p for p in cuts.allowed[stage] if p > chain[-1]]
+        choices = [p for p in choices if len(cuts.masks) - 1 - p >= stages - stage]
+        if not choices:
+            return math.inf
+        chain.append(min(choices, key=lambda p: abs(cuts.before[p] - wish)))
+    chain.append(len(cuts.masks) - 1)
+    pairs = itertools.pairwise(chain)
+    return max(cuts.load(stage, start, end) for stage, (start, end) in enumerate(pairs))
+
+
+def _explain(work: Work, placement: Placement, limits: Limits) -> str:
+    """Why there is no partition: memory, or pins and groups."""
+    free = Limits(limits.pins, limits.together, None, None, limits.link, limits.links)
+    cuts = Cuts(work, placement, free, prefixes(work))
+    chain = shortest(cuts, cuts.load)
+    if chain is None:
+        return _explain_pins(work, placement, limits)
+    assert limits.memory is not None
+    tight = Cuts(work, placement, limits, prefixes(work))
+
+    def held(stage: int, start: int, end: int) -> float:
+        rank = tight.ranks[stage]
+        slot = placement.stages_of(rank).index(stage)
+        state, residual = tight.memory(start, end)
+        return tight.rank_memory(rank, [state], [*[0.0] * slot, residual])
+
+    chain = shortest(tight, held, at_least=[0.0] * len(tight.masks))
+    assert chain is not None
+    chain, totals = min(
+        ((chain, tight.totals(chain)), climb(tight, chain)), key=lambda c: tight.excess(c[1])
+    )
+    lines = []
+    for rank, (needed, has) in enumerate(zip(totals.rank_memory, limits.memory, strict=True)):
+        if needed > has:
+            stages = placement.stages_of(rank)
+            items = [i for s in stages for i in tight.items(chain[s], chain[s + 1])]
+            lines.append(
+                f"  rank {rank} (stage {', '.join(map(str, stages))}: {_names(work, items)}) "
+                f"needs {_bytes(needed)}, has {_bytes(has)}, missing {_bytes(needed - has)}"
+            )
+    return (
+        f"{len(work.items)} items do not fit on {placement.num_ranks} ranks; "
+        "cut so that as little as possible is missing:\n" + "\n".join(lines)
+    )
+
+
+def _explain_pins(work: Work, placement: Placement, limits: Limits) -> str:
+    wishes = [f"{work.name(item)} in stage {stage}" for item, stage in sorted(limits.pins.items())]
+    wishes += [
+        " and ".join(work.name(item) for item in group) + " together" for group in limits.together
+    ]
+    groups = [g for g in limits.together if len(g) > 1]
+    places = len(Cuts(work, placement, limits, prefixes(work)).masks) - 2
+    hint = f"; these groups leave {places} places to cut" if groups else ""
+    return (
+        f"no division into {placement.num_stages} stages follows the flow of data with "
+        f"{', '.join(wishes) or 'what is given'}{hint}"
+    )
+
+
+def _names(work: Work, items: list[int]) -> str:
+    if len(items) == 1:
+        return work.name(items[0])
+    return f"{work.name(items[0])} .. {work.name(items[-1])}"
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"

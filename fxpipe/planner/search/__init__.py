@@ -1,0 +1,1 @@
+"""Find the best candidate among ways to split."""

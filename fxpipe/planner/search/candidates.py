@@ -1,0 +1,227 @@
+"""Which ways to train there are, and a first guess at each.
+
+A `Candidate` is one choice of everything the planner decides. `candidates` lists all that
+the numbers allow. `Outline` knows a schedule from two small simulations: its waiting grows in
+proportion to the ranks, and so do the microbatches it holds, so both can be told for 1,024
+ranks without simulating them. The guess decides what is looked at first, never the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fxpipe.errors import PlanError, ScheduleError
+from fxpipe.planner.cost.workload import CHECKPOINTS, Checkpointing
+from fxpipe.planner.partition.work import in_flight
+from fxpipe.program import Link, StageCosts, simulate
+from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
+
+__all__ = ["Candidate", "Outline", "Space", "candidates", "outline"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Candidate:
+    """One way to train: how ranks, batch and memory are used."""
+
+    data_parallel: int
+    pipeline: int
+    stages_per_rank: int
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+    checkpointing: Checkpointing
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipeline * self.stages_per_rank
+
+    @property
+    def info(self) -> ScheduleInfo:
+        return SCHEDULES[self.schedule]
+
+    def __str__(self) -> str:
+        replicas = f"{self.data_parallel} x " if self.data_parallel > 1 else ""
+        stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
+        kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        ranks = _count(self.pipeline, "rank", "ranks")
+        parts = _count(self.num_microbatches, "microbatch", "microbatches")
+        return (
+            f"{self.schedule} on {replicas}{ranks}{stages}, {parts} of {self.microbatch_size}{kept}"
+        )
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen; None leaves the choice to the planner."""
+
+    schedules: tuple[str, ...] | None = None
+    microbatch_sizes: tuple[int, ...] | None = None
+    data_parallel: tuple[int, ...] | None = None
+    stages_per_rank: tuple[int, ...] = (1, 2, 4)
+    checkpointing: tuple[Checkpointing, ...] = CHECKPOINTS
+
+    def __post_init__(self) -> None:
+        if self.schedules is not None:
+            try:
+                names = tuple(get_schedule(name).name for name in self.schedules)
+            except ScheduleError as error:
+                raise PlanError(str(error)) from error
+            object.__setattr__(self, "schedules", names)
+        faults = [
+            f"{name} is {list(values)}"
+            for name, values in (
+                ("stages_per_rank", self.stages_per_rank),
+                ("microbatch_sizes", self.microbatch_sizes),
+                ("data_parallel", self.data_parallel),
+            )
+            if values is not None and (not values or min(values) < 1)
+        ]
+        if faults:
+            raise PlanError(f"{'; '.join(faults)}; give whole numbers from 1 up")
+        unknown = [mode for mode in self.checkpointing if mode not in CHECKPOINTS]
+        if unknown or not self.checkpointing:
+            raise PlanError(
+                f"checkpointing is {list(self.checkpointing)}; known: {', '.join(CHECKPOINTS)}"
+            )
+
+
+def candidates(
+    num_ranks: int, batch_size: int, num_items: int, space: Space, *, fixed_stages: int | None
+) -> list[Candidate]:
+    """All candidates that the numbers allow, in a fixed order.
+
+    Raises:
+        PlanError: there is none; the message says which number stands in the way.
+    """
+    names = space.schedules or tuple(name for name in SCHEDULES if name != "ForwardOnly")
+    # On one rank there is nothing to wait for: all schedules accumulate gradients alike.
+    plain = "1F1B" if "1F1B" in names else names[0]
+
+    def is_new(name: str, per_rank: int) -> bool:
+        # With one stage per rank looped schedules are others by name only.
+        return (
+            space.schedules is not None or per_rank > 1 or SCHEDULES[name].stages_per_rank[1] == 1
+        )
+
+    found = []
+    for width in _divisors(num_ranks):
+        if space.data_parallel is not None and width not in space.data_parallel:
+            continue
+        if batch_size % width:
+            continue
+        ranks = num_ranks // width
+        for size in _sizes(batch_size // width, space.microbatch_sizes):
+            for per_rank in space.stages_per_rank:
+                stages = ranks * per_rank
+                if stages > num_items or (fixed_stages is not None and stages != fixed_stages):
+                    continue
+                if ranks == 1 and per_rank > 1:
+                    continue
+                for name in names:
+                    if not SCHEDULES[name].allows(per_rank) or (ranks == 1 and name != plain):
+                        continue
+                    if not is_new(name, per_rank):
+                        continue
+                    count = batch_size // width // size
+                    found += [
+                        Candidate(width, ranks, per_rank, size, count, name, mode)
+                        for mode in space.checkpointing
+                    ]
+    if not found:
+        raise PlanError(_nothing(num_ranks, batch_size, num_items, space, fixed_stages))
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _sizes(rows: int, allowed: Sequence[int] | None) -> list[int]:
+    """Microbatch sizes for so many rows on one pipeline: powers of two, or what is asked for."""
+    if allowed is not None:
+        return [size for size in allowed if size >= 1 and rows % size == 0]
+    return [size for size in _divisors(rows) if size & (size - 1) == 0]
+
+
+def _nothing(
+    num_ranks: int, batch_size: int, num_items: int, space: Space, fixed: int | None
+) -> str:
+    lines = [
+        f"nothing fits {num_ranks} ranks, a batch of {batch_size} and "
+        + (f"{fixed} stages" if fixed is not None else f"a model of {num_items} parts")
+    ]
+    widths = [
+        w for w in _divisors(num_ranks) if space.data_parallel is None or w in space.data_parallel
+    ]
+    if not widths:
+        lines.append(f"data_parallel must divide the {num_ranks} ranks")
+    elif all(num_ranks // w * min(space.stages_per_rank) > num_items for w in widths):
+        lines.append("there are more ranks than parts to spread; allow more data parallelism")
+    elif all(batch_size % w for w in widths):
+        lines.append(f"the batch must be a multiple of the replicas ({widths})")
+    elif space.microbatch_sizes is not None:
+        lines.append(f"microbatch sizes {list(space.microbatch_sizes)} must divide the batch")
+    if space.schedules is not None:
+        lines.append(f"schedules {list(space.schedules)} need certain numbers of stages per rank")
+    return "; ".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A schedule in two straight lines, for any number of ranks.
+
+    `waits` is the idle time per further rank, in units of the time of one rank's work on a
+    microbatch; `holds(ranks, microbatches)` the microbatches of a rank's layers it keeps.
+    """
+
+    waits: float
+    holds_base: float
+    holds_per_rank: float
+    grows_with_batch: bool
+
+    def idle(self, ranks: int) -> float:
+        return self.waits * (ranks - 1)
+
+    def holds(self, ranks: int, microbatches: int) -> float:
+        if self.grows_with_batch:
+            return microbatches
+        return min(microbatches, max(self.holds_base + self.holds_per_rank * ranks, 1.0))
+
+
+def outline(name: str, per_rank: int, times: Sequence[float], transfer: float) -> Outline:
+    """The outline of a schedule for given F, I and W times of a rank and a transfer time."""
+    total = math.fsum(times) or 1.0
+    # Coarse, since each new combination costs two simulations.
+    shares = tuple(round(20 * time / total) / 20 for time in times)
+    return _outline(name, per_rank, shares, min(round(50 * transfer / total) / 50, 1.0))
+
+
+@lru_cache(maxsize=4096)
+def _outline(name: str, per_rank: int, shares: tuple[float, ...], transfer: float) -> Outline:
+    idle, held, grows = [], [], False
+    for ranks in (4, 6):
+        info = SCHEDULES[name]
+        program = info(ranks, ranks * per_rank, 3 * ranks)
+        forward, backward_input, backward_weight = shares
+        costs = StageCosts.uniform(
+            program.placement,
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            activation=transfer,
+            link=Link(0.0, 1.0),
+        )
+        makespan = simulate(program, costs).makespan
+        idle.append(makespan - 3 * ranks * math.fsum(shares))
+        most = max(max(map(sum, moments)) for moments in in_flight(program)) / per_rank
+        held.append(most)
+        grows = most >= 3 * ranks - 1e-9
+    slope = (held[1] - held[0]) / 2
+    return Outline(max((idle[1] - idle[0]) / 2, 0.0), held[0] - 4 * slope, slope, grows)

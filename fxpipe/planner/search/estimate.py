@@ -1,0 +1,308 @@
+"""Predict one step: how long it takes, and what each rank holds when it holds most.
+
+In:  a compute-only program, `StageNumbers` per stage, bytes per edge, hardware.
+Out: a `Prediction`.
+
+The program is simulated with the numbers as costs. Memory is followed along the
+timeline: what autograd keeps from a forward to its backward, what the input half leaves for
+the weight half, what has arrived and is not used yet, and on top of that the peak inside
+each action. It assumes `step(..., return_outputs=False)`, since kept outputs grow with the
+batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers
+from fxpipe.program import (
+    Action,
+    Edge,
+    Edges,
+    Kind,
+    Link,
+    Placement,
+    Program,
+    Span,
+    StageCost,
+    StageCosts,
+    simulate,
+)
+
+__all__ = ["Memory", "Prediction", "edges_of", "predict", "rank_memory", "stage_costs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one rank at its fullest moment, by what they are for.
+
+    `activations` wait for a backward; `buffers` are tensors in transit and temporaries.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return math.fsum(getattr(self, item.name) for item in fields(self))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a program: seconds, the idle share, memory per rank.
+
+    `step_time` is the makespan, then what is left of reducing gradients, then the optimizer.
+    """
+
+    step_time: float
+    makespan: float
+    bubble: float
+    memory: tuple[Memory, ...]
+
+    @property
+    def peak(self) -> float:
+        return max(memory.total for memory in self.memory)
+
+
+def edges_of(num_stages: int, edge_bytes: EdgeBytes) -> Edges:
+    """The graph of stages; stages that exchange nothing keep their order all the same."""
+    edges = {pair: back > 0 for pair, (_, back) in edge_bytes.items()}
+    for stage in range(num_stages - 1):
+        edges.setdefault((stage, stage + 1), False)
+    return Edges.of(num_stages, [Edge(*pair, back) for pair, back in edges.items()])
+
+
+def stage_costs(
+    stages: Sequence[StageNumbers],
+    edge_bytes: EdgeBytes,
+    placement: Placement,
+    hardware: Hardware,
+    *,
+    width: int = 1,
+) -> StageCosts:
+    """The numbers as costs for the simulator.
+
+    With `width` replicas, pipeline rank r of replica j is process r * width + j.
+    """
+    ranks = range(placement.num_ranks)
+    links: dict[tuple[int, int], Link] = {}
+    for a in ranks:
+        for b in ranks:
+            link = hardware.link(a * width, b * width)
+            if link != hardware.intra:
+                links[a, b] = link
+    return StageCosts(
+        tuple(
+            StageCost(
+                forward=s.forward,
+                backward_input=s.backward_input,
+                backward_weight=s.backward_weight,
+                residual=s.kept + s.kept_received,
+                deferred=s.deferred,
+            )
+            for s in stages
+        ),
+        activations={pair: there for pair, (there, _) in edge_bytes.items()},
+        gradients={pair: back for pair, (_, back) in edge_bytes.items()},
+        link=hardware.intra,
+        links=links,
+        overlaps_transfers=hardware.overlaps_transfers,
+    )
+
+
+def predict(
+    program: Program,
+    stages: Sequence[StageNumbers],
+    edge_bytes: EdgeBytes,
+    hardware: Hardware,
+    *,
+    width: int = 1,
+) -> Prediction:
+    """Simulate a program and follow its memory."""
+    edges = edges_of(len(stages), edge_bytes)
+    costs = stage_costs(stages, edge_bytes, program.placement, hardware, width=width)
+    timeline = simulate(program, costs, edges)
+    memory = rank_memory(program, timeline.spans, stages, edge_bytes)
+    ends = [end for _, end in timeline.extent]
+    after = after_step(program.placement, stages, hardware, width)
+    step = max(end + rest for end, rest in zip(ends, after, strict=True))
+    return Prediction(step, timeline.makespan, timeline.idle, memory)
+
+
+def after_step(
+    placement: Placement, stages: Sequence[StageNumbers], hardware: Hardware, width: int
+) -> list[float]:
+    """For each rank, the time after its last backward: gradients, then the optimizer.
+
+    Gradients of a rank's other stages are reduced while it still computes. A ring moves
+    each byte twice, but for one part in `width`.
+    """
+    rest = []
+    for rank in range(placement.num_ranks):
+        own = [stages[stage] for stage in placement.stages_of(rank)]
+        reduce = 0.0
+        if width > 1:
+            link = hardware.link(rank * width, rank * width + width - 1)
+            last = max(stage.gradients for stage in own)
+            reduce = link.time(2 * (width - 1) / width * last) if last else 0.0
+        touched = math.fsum(2 * (s.weights + s.optimizer) + s.gradients for s in own)
+        rest.append(reduce + hardware.time("memory", "float32", 0, touched))
+    return rest
+
+
+def rank_memory(
+    program: Program,
+    spans: Sequence[Span],
+    stages: Sequence[StageNumbers],
+    edge_bytes: EdgeBytes,
+    *,
+    copies: bool = True,
+) -> tuple[Memory, ...]:
+    """What each rank holds at its fullest moment.
+
+    Without `copies` ranks share one memory and hand tensors over by reference: what is
+    received counts where it was made.
+    """
+    timed = {
+        part: span
+        for span in spans
+        if span.is_compute
+        for part in span.action.parts or (span.action,)
+    }
+    changes: list[list[_Change]] = [[] for _ in program.ranks]
+    _add_held(changes, timed, stages, copies=copies)
+    _add_in_transit(changes, timed, program.placement, edge_bytes, copies=copies)
+    peaks = _peaks(timed, stages, program.num_ranks)
+    result = []
+    for rank in range(program.num_ranks):
+        own = [stages[stage] for stage in program.placement.stages_of(rank)]
+        gradients, activations, buffers = _fullest(peaks[rank], changes[rank])
+        result.append(
+            Memory(
+                math.fsum(stage.weights for stage in own),
+                gradients,
+                math.fsum(stage.optimizer for stage in own),
+                activations,
+                buffers,
+            )
+        )
+    return tuple(result)
+
+
+class _Change(NamedTuple):
+    """What a rank holds more from a time on."""
+
+    time: float
+    gradients: float = 0.0
+    activations: float = 0.0
+    buffers: float = 0.0
+
+
+def _add_held(
+    changes: list[list[_Change]],
+    timed: Mapping[Action, Span],
+    stages: Sequence[StageNumbers],
+    *,
+    copies: bool,
+) -> None:
+    """What forwards keep for their backwards, and the buffers of weight gradients."""
+    has_backward = any(part.kind is not Kind.FORWARD for part in timed)
+    first_gradient: dict[int, Span] = {}
+    for action, span in timed.items():
+        stage = stages[action.stage]
+        held = stage.kept + (stage.kept_received if copies else 0.0)
+        more = 0.0
+        if action.kind is Kind.FORWARD and has_backward:
+            more = held
+        elif action.kind is Kind.BACKWARD:
+            more = -held
+        elif action.kind is Kind.BACKWARD_INPUT:
+            more = stage.deferred - held
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            more = -stage.deferred
+        if more:
+            changes[span.rank].append(_Change(span.end, activations=more))
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            known = first_gradient.setdefault(action.stage, span)
+            if span.start < known.start:
+                first_gradient[action.stage] = span
+    for index, span in first_gradient.items():
+        changes[span.rank].append(_Change(span.end, gradients=stages[index].gradients))
+
+
+def _add_in_transit(
+    changes: list[list[_Change]],
+    timed: Mapping[Action, Span],
+    placement: Placement,
+    edge_bytes: EdgeBytes,
+    *,
+    copies: bool,
+) -> None:
+    """What has been made or has arrived, and waits for the action that reads it."""
+    rank_of = placement.stage_to_rank
+    # By reading stage: the stage that makes the value, and bytes.
+    forwards: dict[int, list[tuple[int, float]]] = {}
+    backwards: dict[int, list[tuple[int, float]]] = {}
+    for (source, target), (there, back) in edge_bytes.items():
+        # An activation is among what its maker keeps; only a copy counts here.
+        if there and copies and rank_of[source] != rank_of[target]:
+            forwards.setdefault(target, []).append((source, there))
+        if back:
+            backwards.setdefault(source, []).append((target, back))
+    made: dict[tuple[bool, int, int | None], float] = {}
+    for action, span in timed.items():
+        if action.kind is not Kind.BACKWARD_WEIGHT:
+            made[action.kind is not Kind.FORWARD, action.stage, action.microbatch] = span.end
+    for action, span in timed.items():
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            continue
+        is_gradient = action.kind is not Kind.FORWARD
+        for maker, size in (backwards if is_gradient else forwards).get(action.stage, ()):
+            start = made.get((is_gradient, maker, action.microbatch), span.start)
+            rank = span.rank if copies else rank_of[maker]
+            changes[rank].append(_Change(start, buffers=size))
+            changes[rank].append(_Change(span.end, buffers=-size))
+
+
+def _peaks(
+    timed: Mapping[Action, Span], stages: Sequence[StageNumbers], num_ranks: int
+) -> list[list[tuple[float, float]]]:
+    """For each rank when its actions start, and what they need beyond what is held then."""
+    moments: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
+    for action, span in timed.items():
+        stage = stages[action.stage]
+        if action.kind is Kind.FORWARD:
+            peak = stage.forward_peak
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            peak = stage.weight_peak
+        else:
+            peak = stage.backward_peak
+        moments[span.rank].append((span.start, peak))
+    for found in moments:
+        found.sort()
+    return moments
+
+
+def _fullest(
+    moments: list[tuple[float, float]], changes: list[_Change]
+) -> tuple[float, float, float]:
+    """Gradients, activations and buffers when their sum, peaks included, is greatest."""
+    changes.sort(key=lambda change: change.time)
+    best, level, at = (0.0, 0.0, 0.0), [0.0, 0.0, 0.0], 0
+    for start, peak in [*moments, (math.inf, 0.0)]:
+        while at < len(changes) and changes[at].time <= start * (1 + 1e-12):
+            change = changes[at]
+            level[0] += change.gradients
+            level[1] += change.activations
+            level[2] += change.buffers
+            at += 1
+        if math.fsum(level) + peak > math.fsum(best):
+            best = (level[0], level[1], level[2] + peak)
+    return best

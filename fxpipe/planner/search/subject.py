@@ -1,0 +1,168 @@
+"""What is planned for: a model or a pipe, captured and priced.
+
+In:  a model with an example call, or a `Pipe`.
+Out: a `Subject`: the graph, its costs, the sizes of the call, and stages if they are fixed.
+
+Modules are opened as far as the stages asked for need it, but repeated blocks stay whole as long
+as there are enough of them: they are what checkpointing wraps, and equal ones are
+priced once. Of a `Pipe` each stage is one part, and checkpointed as a whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import PlanError
+from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.pipe import Pipe
+from fxpipe.planner.cost.graph_costs import GraphCosts
+from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.search.candidates import Space
+
+__all__ = ["Subject", "opened_for", "subject_of"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model and what its parts cost.
+
+    `stage_of` and `pipe` are set if the stages are fixed; `call` is the example call.
+    """
+
+    traced: TracedGraph
+    costs: GraphCosts
+    sizes: Mapping[str, int]
+    call: tuple[tuple[Any, ...], Mapping[str, Any]]
+    stage_of: Mapping[str, int] | None = None
+    pipe: Pipe | None = None
+
+    @property
+    def num_stages(self) -> int | None:
+        return None if self.pipe is None else self.pipe.num_stages
+
+    @property
+    def num_parts(self) -> int:
+        """How many stages are possible at most."""
+        return sum(1 for node in self.costs.nodes if node.parameters) or len(self.costs.nodes)
+
+    @property
+    def opened(self) -> tuple[str, ...]:
+        return tuple(sorted(self.traced.opened))
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The modules that checkpointing wraps."""
+        return tuple(dict.fromkeys(n.module for n in self.costs.nodes if n.is_block and n.module))
+
+    def narrowed(self, space: Space) -> Space:
+        """The choices that this capture leaves.
+
+        Raises:
+            PlanError: microbatch sizes were asked for that the model was not captured with.
+        """
+        if "batch" in self.traced.hints:
+            return space
+        rows = _rows_of(self.call)
+        if rows is None:
+            return space
+        if space.microbatch_sizes is not None and space.microbatch_sizes != (rows,):
+            raise PlanError(
+                f"the model takes {rows} rows at a time only, as in the example, but "
+                f"microbatch_sizes is {list(space.microbatch_sizes)}"
+            )
+        return replace(space, microbatch_sizes=(rows,))
+
+
+def subject_of(
+    model: nn.Module | Pipe,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    num_stages: int,
+    hardware: Hardware,
+    sizes: Mapping[str, int] | None,
+    opened: Iterable[str] | None = None,
+) -> Subject:
+    """Capture and price a model for up to so many stages, or with given modules opened."""
+    pipe: Pipe | None = None
+    stage_of: dict[str, int] | None = None
+    if isinstance(model, Pipe):
+        traced = capture(_Series(model), args, kwargs, opened={"", "stages"})
+        stage_of, pipe = _stages_of(traced), model
+    elif isinstance(model, nn.Module):
+        if isinstance(args, torch.Tensor):
+            raise PlanError("example_args is a tuple of arguments, got a tensor: write (x,)")
+        traced = capture(model, args, kwargs, opened=set(opened or opened_for(model, num_stages)))
+    else:
+        raise PlanError(f"plan takes a torch.nn.Module or a Pipe, got {type(model).__name__}")
+    unknown = sorted(set(sizes or ()) - set(traced.hints))
+    if unknown:
+        raise PlanError(
+            f"sizes names {', '.join(unknown)}; this model has {', '.join(traced.hints) or 'none'}"
+        )
+    vary = tuple(dict.fromkeys(("batch", *(sizes or ()))))
+    fused = hardware.overlaps_transfers
+    costs = GraphCosts.of(traced, traced.hints, vary=vary, fused_attention=fused)
+    call = (tuple(args), dict(kwargs or {}))
+    return Subject(traced, costs, {**traced.hints, **(sizes or {})}, call, stage_of, pipe)
+
+
+def opened_for(model: nn.Module, num_stages: int) -> set[str]:
+    """The modules to open for up to so many stages, without opening repeated blocks."""
+    return choose_opened(model, min(num_stages, max(_num_blocks(model), 2)))
+
+
+class _Series(nn.Module):
+    """The stages of a pipe as one model, so that each is priced as one part."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stage.module for stage in pipe.stages)
+        kinds = {kind.name: kind for kind in inspect._ParameterKind}
+        parameters = [
+            inspect.Parameter(p.name, kinds[p.kind], default=p.default)
+            if p.has_default
+            else inspect.Parameter(p.name, kinds[p.kind])
+            for p in pipe.info().inputs.parameters
+        ]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return pipe(*args, **kwargs)
+
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        self.forward = forward
+
+
+def _stages_of(traced: TracedGraph) -> dict[str, int]:
+    """The stage of each node of a series; what is between stages goes with the one before."""
+    found: dict[str, int] = {}
+    stage = 0
+    for node in work_nodes(traced):
+        if node.op == "call_module" and str(node.target).startswith("stages."):
+            stage = int(str(node.target).split(".")[1])
+        found[node.name] = stage
+    return found
+
+
+def _num_blocks(model: nn.Module) -> int:
+    """How often the most frequent kind of module with parts occurs."""
+    kinds = Counter(
+        type(part)
+        for part in model.modules()
+        if any(True for _ in part.children()) and any(True for _ in part.parameters())
+        if not isinstance(part, (nn.ModuleList, nn.ModuleDict))
+    )
+    return max(kinds.values(), default=1)
+
+
+def _rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int | None:
+    tensors = [v for v in (*call[0], *call[1].values()) if isinstance(v, torch.Tensor) and v.dim()]
+    return int(tensors[0].shape[0]) if tensors else None

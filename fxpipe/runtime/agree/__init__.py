@@ -1,0 +1,1 @@
+"""Let all ranks go on, or all raise."""

@@ -1,0 +1,1 @@
+"""Make gradients whole across replicas, shards and tied copies."""

@@ -1,0 +1,181 @@
+"""Keep the copies of a shared parameter equal, and give each the whole gradient.
+
+A parameter that several stages use lives once on every rank that holds such a
+stage. The rank of its first stage owns it: the owner's values are sent to the
+others at the start, and after each step the owner adds up everybody's gradient
+of that step, in rank order, and sends the sum back. All copies get the same bits,
+so equal optimizers keep them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.wire.transport import Transport
+
+__all__ = [
+    "GradStash",
+    "TiedGroup",
+    "TiedLocations",
+    "broadcast",
+    "find_tied",
+    "local",
+    "plain_name",
+    "reduce",
+]
+
+
+class TiedLocations(Protocol):
+    """Stages and names of one shared parameter."""
+
+    @property
+    def locations(self) -> Sequence[tuple[int, str]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TiedGroup:
+    """One shared parameter as one process sees it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    parameters: Mapping[int, tuple[nn.Parameter, ...]]
+
+    @property
+    def owner(self) -> int:
+        return self.ranks[0]
+
+
+def find_tied(
+    tied: Sequence[TiedLocations],
+    modules: Mapping[int, nn.Module],
+    stage_to_rank: Sequence[int],
+) -> list[TiedGroup]:
+    """The shared parameters, with the copies that live in this process, by rank.
+
+    `modules` holds the stages of this process. A copy that is one object on several
+    ranks of one process is kept only once: autograd already adds into it.
+    """
+    groups = []
+    for shared in tied:
+        seen: set[int] = set()
+        held: dict[int, list[nn.Parameter]] = {}
+        ranks = {stage_to_rank[stage]: None for stage, _ in sorted(shared.locations)}
+        for stage, name in sorted(shared.locations):
+            if stage in modules:
+                parameter = _parameter(modules[stage], name, stage)
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    held.setdefault(stage_to_rank[stage], []).append(parameter)
+        name = shared.locations[0][1]
+        if len(modules) == len(stage_to_rank):  # all ranks live here
+            ranks = {rank: None for rank in ranks if rank in held}
+        groups.append(TiedGroup(name, tuple(ranks), {r: tuple(p) for r, p in held.items()}))
+    return [g for g in groups if len(g.ranks) > 1 or sum(map(len, g.parameters.values())) > 1]
+
+
+def broadcast(groups: Sequence[TiedGroup], rank: int, transport: Transport) -> None:
+    """Give every copy the owner's values. Call on all ranks, senders first."""
+    with torch.no_grad():
+        for group in groups:
+            mine = group.parameters.get(rank, ())
+            if not mine or mine[0].is_meta:
+                continue
+            if rank == group.owner:
+                for peer in group.ranks[1:]:
+                    transport.send(peer, [local(mine[0])])
+            else:
+                value = local(mine[0])
+                shapes = [(tuple(value.shape), value.dtype)]
+                value.copy_(transport.recv(group.owner, shapes, value.device).wait()[0])
+            for copy in mine[1:]:
+                local(copy).copy_(local(mine[0]))
+
+
+def reduce(groups: Sequence[TiedGroup], rank: int, transport: Transport, phase: str) -> None:
+    """Add up the gradients of each shared parameter: phases "send", "sum", "take".
+
+    Three calls on every rank, so that all ranks of one process can take turns.
+    """
+    for group in groups:
+        mine = group.parameters.get(rank, ())
+        if not mine or not any(p.requires_grad for p in mine):
+            continue
+        is_owner = rank == group.owner
+        if phase == "send" and not is_owner:
+            transport.send(group.owner, [_sum(mine)])
+        elif phase == "sum" and is_owner:
+            total = _sum(mine)
+            shapes = [(tuple(total.shape), total.dtype)]
+            for peer in group.ranks[1:]:
+                total += transport.recv(peer, shapes, total.device).wait()[0]
+            for peer in group.ranks[1:]:
+                transport.send(peer, [total])
+            _give(mine, total)
+        elif phase == "take" and not is_owner:
+            like = local(mine[0])
+            shapes = [(tuple(like.shape), like.dtype)]
+            _give(mine, transport.recv(group.owner, shapes, like.device).wait()[0])
+
+
+class GradStash:
+    """Put existing gradients aside for a step, so that what it adds can be told apart."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list({id(p): p for p in parameters}.values())
+        self._before = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+
+    def restore(self, scale: float | None = None) -> None:
+        """Add the step's own gradients, times `scale`, to what was there before."""
+        for p, before in zip(self._parameters, self._before, strict=True):
+            fresh = p.grad
+            if fresh is not None and scale is not None:
+                fresh.mul_(scale)
+            if before is not None:
+                if fresh is not None:
+                    before.add_(fresh)
+                p.grad = before
+        self._before = []
+        self._parameters = []
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def _sum(copies: Sequence[nn.Parameter]) -> torch.Tensor:
+    total = torch.zeros_like(local(copies[0]))
+    for p in copies:
+        if p.grad is not None:
+            total += local(p.grad)
+    return total
+
+
+def _give(copies: Sequence[nn.Parameter], total: torch.Tensor) -> None:
+    for p in copies:
+        if not p.requires_grad:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        local(p.grad).copy_(total)
+
+
+def _parameter(module: nn.Module, name: str, stage: int) -> nn.Parameter:
+    for found, parameter in module.named_parameters(remove_duplicate=False):
+        if plain_name(found) == name:
+            return parameter
+    raise InputError(f"stage {stage} has no parameter {name!r}, which is tied to another stage's")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that wrappers add."""
+    wrappers = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -1,0 +1,1 @@
+"""Compute one rank's actions."""

@@ -1,0 +1,343 @@
+"""Run one rank's actions; `run_local` runs all ranks of one process in turn.
+
+In:  a lowered program, the boundary of every microbatch, stage runners, a transport.
+Out: each action done once, in the program's order.
+
+An executor is bound once: every action becomes a function without arguments that
+knows its slots, its peer and its stage. A step only calls them. A value lives in
+its slot from its writer to its last reader; nothing is kept for later.
+
+When anything fails, on this rank or elsewhere, the executor drains: it finishes
+the transfers that the rest of the program owes its peers, with empty tensors, so
+that no rank waits for another and the process groups stay usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fxpipe.program import Action, Edges, Kind, Program, Span, Value, ValueKind, reads, writes
+from fxpipe.runtime.stage.boundary import Boundary, PortShape
+from fxpipe.runtime.stage.stage_runner import StageRunner
+from fxpipe.runtime.wire.control import Control, Fault
+from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport
+
+__all__ = ["ActionContext", "Executor", "Hooks", "InterruptedStepError", "run_local", "run_rank"]
+
+Run = Callable[[], None]
+
+
+class InterruptedStepError(Exception):
+    """Another rank failed while this one was working."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(str(fault))
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True)
+class ActionContext:
+    """What a user's function for an action is given."""
+
+    action: Action
+    rank: int
+    module: torch.nn.Module
+    default: Run
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Users' functions around, or instead of, the actions of a kind."""
+
+    before: dict[Kind, list[Callable[[Action], None]]]
+    after: dict[Kind, list[Callable[[Action], None]]]
+    instead: dict[Kind, Callable[[ActionContext], None]]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.before or self.after or self.instead)
+
+
+class Executor:
+    """The bound actions of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        program: Program,
+        edges: Edges,
+        boundaries: Sequence[Boundary],
+        runners: Mapping[int, StageRunner],
+        transport: Transport,
+        hooks: Hooks,
+    ) -> None:
+        self.rank = rank
+        self.position = 0
+        self.since = 0.0
+        self.spans: list[Span] | None = None
+        self._actions = program.ranks[rank]
+        self._stage_to_rank = program.placement.stage_to_rank
+        self._edges = edges
+        self._boundaries = boundaries
+        self._runners = runners
+        self._transport = transport
+        self._hooks = hooks
+        self._slot_of: dict[Value, int] = {}
+        self._slots: list[Any] = []
+        self._sent: dict[Value, Any] = {}
+        self.bound: list[Run] = [self._with_hooks(action) for action in self._actions]
+
+    def status(self) -> str:
+        """What this rank is doing, for reports about others that wait."""
+        if not self._actions:
+            return "nothing to do"
+        action = self._actions[min(self.position, len(self._actions) - 1)]
+        held = time.monotonic() - self.since
+        waits = ""
+        for value in reads(action, self._edges):
+            source = self._stage_to_rank[value.stage]
+            if source != self.rank and self._slots[self._slot(value)] is not None:
+                waits = f", which needs {value} from rank {source}"
+        return f"in action {action} for {held:.1f} s{waits}"
+
+    def where(self) -> Action | None:
+        return self._actions[self.position] if self.position < len(self._actions) else None
+
+    def clear(self) -> None:
+        """Forget everything in flight."""
+        self._slots = [None] * len(self._slots)
+        self._sent.clear()
+        for runner in self._runners.values():
+            runner.clear()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been read."""
+        self._transport.finish()
+        self._sent.clear()
+
+    def drain(self, lost: int | None = None) -> None:
+        """Do the transfers that are left, with empty tensors, and compute nothing.
+
+        Those with rank `lost`, which is gone, are left out.
+        """
+        if lost is not None:
+            self._transport.forget(lost)
+        incoming = [v for v in self._slots if hasattr(v, "wait") and v.peer != lost]
+        for action in self._actions[self.position :]:
+            for part in action.parts or (action,):
+                if part.kind.is_send:
+                    value = reads(part, self._edges)[0]
+                    if self._stage_to_rank[value.peer] == lost:
+                        continue
+                    shapes = self._shapes(value)
+                    device = self._runners[part.stage].device
+                    empty = [
+                        torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes
+                    ]
+                    self._transport.send(self._stage_to_rank[value.peer], empty)
+                elif part.kind.is_recv:
+                    value = writes(part, self._edges)[0]
+                    if self._stage_to_rank[value.stage] == lost:
+                        continue
+                    incoming.append(self._recv(value, self._runners[part.stage].device))
+        for pending in incoming:
+            pending.wait()
+        self._transport.finish()
+
+    # Binding: one function per action.
+
+    def _with_hooks(self, action: Action) -> Run:
+        run = self._bind(action)
+        hooks = self._hooks
+        instead = hooks.instead.get(action.kind)
+        before, after = hooks.before.get(action.kind, ()), hooks.after.get(action.kind, ())
+        if instead is not None:
+            context = ActionContext(action, self.rank, self._runners[action.stage].module, run)
+            run = partial(instead, context)
+        if not before and not after:
+            return run
+
+        def wrapped() -> None:
+            for callback in before:
+                callback(action)
+            run()
+            for callback in after:
+                callback(action)
+
+        return wrapped
+
+    def _bind(self, action: Action) -> Run:
+        kind, stage, microbatch, _, parts = action
+        if kind is Kind.OVERLAP:
+            runs = [self._bind(part) for part in _in_order(parts, self._edges)]
+            return partial(_run_all, runs)
+        if kind.is_send:
+            return self._bind_send(reads(action, self._edges)[0])
+        if kind.is_recv:
+            return self._bind_recv(writes(action, self._edges)[0], stage)
+        runner = self._runners[stage]
+        if kind is Kind.UNSHARD:
+            return runner.sync.unshard
+        if kind is Kind.RESHARD:
+            return runner.sync.reshard
+        if kind is Kind.REDUCE_GRAD:
+            return runner.sync.reduce
+        assert microbatch is not None
+        if kind is Kind.BACKWARD_WEIGHT:
+            return partial(runner.backward_weight, microbatch)
+        compute = {
+            Kind.FORWARD: runner.forward,
+            Kind.BACKWARD: runner.backward,
+            Kind.BACKWARD_INPUT: runner.backward_input,
+        }[kind]
+        moved = (ValueKind.ACTIVATION, ValueKind.GRADIENT)
+        sources = [v for v in reads(action, self._edges) if v.kind in moved]
+        targets = [v for v in writes(action, self._edges) if v.kind in moved]
+        acknowledged = [v for v in sources if v.kind is ValueKind.GRADIENT]
+        return self._bind_compute(compute, microbatch, sources, targets, acknowledged)
+
+    def _bind_compute(
+        self,
+        compute: Callable[[int, list[list[torch.Tensor]]], list[list[torch.Tensor]]],
+        microbatch: int,
+        sources: Iterable[Value],
+        targets: Iterable[Value],
+        acknowledged: Iterable[Value],
+    ) -> Run:
+        taken = [self._slot(value) for value in sources]
+        given = [self._slot(value) for value in targets]
+        # The gradient of an activation proves that its reader has received it.
+        proofs = [Value(ValueKind.ACTIVATION, v.peer, v.stage, microbatch) for v in acknowledged]
+        sent, release = self._sent, self._transport.release
+
+        def run() -> None:
+            slots = self._slots
+            arrived = []
+            for slot in taken:
+                value = slots[slot]
+                arrived.append(value if type(value) is list else value.wait())
+                slots[slot] = None
+            for slot, made in zip(given, compute(microbatch, arrived), strict=True):
+                slots[slot] = made
+            if sent:
+                for value in proofs:
+                    handle = sent.pop(value, None)
+                    if handle is not None:
+                        release(handle)
+
+        return run
+
+    def _bind_send(self, value: Value) -> Run:
+        slot, peer = self._slot(value), self._stage_to_rank[value.peer]
+        send, sent = self._transport.send, self._sent
+
+        def run() -> None:
+            handle = send(peer, self._slots[slot])
+            self._slots[slot] = None
+            if handle is not None and value.kind is ValueKind.ACTIVATION:
+                sent[value] = handle
+
+        return run
+
+    def _bind_recv(self, value: Value, stage: int) -> Run:
+        slot, device = self._slot(value), self._runners[stage].device
+        peer, shapes, recv = (
+            self._stage_to_rank[value.stage],
+            self._shapes(value),
+            self._transport.recv,
+        )
+
+        def run() -> None:
+            self._slots[slot] = recv(peer, shapes, device)
+
+        return run
+
+    def _recv(self, value: Value, device: torch.device) -> Incoming:
+        return self._transport.recv(self._stage_to_rank[value.stage], self._shapes(value), device)
+
+    def _shapes(self, value: Value) -> Sequence[TensorShape]:
+        if value.kind is ValueKind.ACTIVATION:
+            ports: Sequence[PortShape] = self._ports(value.stage, value.peer, value.microbatch)
+        else:
+            back = self._ports(value.peer, value.stage, value.microbatch)
+            ports = [port for port in back if port.has_gradient]
+        return [(port.shape, port.dtype) for port in ports]
+
+    def _ports(self, source: int, target: int, microbatch: int) -> tuple[PortShape, ...]:
+        return self._boundaries[microbatch].ports[source, target]
+
+    def _slot(self, value: Value) -> int:
+        slot = self._slot_of.get(value)
+        if slot is None:
+            slot = self._slot_of[value] = len(self._slots)
+            self._slots.append(None)
+        return slot
+
+
+def run_rank(executor: Executor, control: Control) -> None:
+    """Run all actions of this process's only rank, or raise what stopped them.
+
+    Raises:
+        InterruptedStepError: another rank failed. As after any other exception, `drain` is due.
+    """
+    step = _stepper(executor)
+    for position, run in enumerate(executor.bound):
+        executor.position = position
+        executor.since = time.monotonic()
+        if control.fault is not None:
+            raise InterruptedStepError(control.fault)
+        step(position, run)
+    executor.position = len(executor.bound)
+    executor.finish()
+
+
+def run_local(executors: Sequence[Executor], order: Sequence[tuple[int, int]]) -> None:
+    """Run the actions of all ranks in one process, in the order given: (rank, position)."""
+    steppers = [_stepper(executor) for executor in executors]
+    for rank, position in order:
+        executor = executors[rank]
+        executor.position = position
+        executor.since = time.monotonic()
+        steppers[rank](position, executor.bound[position])
+    for executor in executors:
+        executor.finish()
+
+
+def _stepper(executor: Executor) -> Callable[[int, Run], None]:
+    """How to run one action: plainly, or with a profiler range or a clock around it."""
+    spans, actions = executor.spans, executor._actions
+    profiled = torch._C._autograd._profiler_enabled()
+    if spans is None and not profiled:
+        return lambda _, run: run()
+
+    def step(position: int, run: Run) -> None:
+        action = actions[position]
+        label: Any = contextlib.nullcontext()
+        if profiled:
+            label = torch.profiler.record_function(f"fxpipe:{action}")
+        start = time.perf_counter()
+        with label:
+            run()
+        if spans is not None:
+            spans.append(Span(executor.rank, action, start, time.perf_counter()))
+
+    return step
+
+
+def _in_order(parts: Sequence[Action], edges: Edges) -> list[Action]:
+    """The parts of a pair so that none comes before what it reads."""
+    first, second = parts
+    made = set(writes(second, edges))
+    return [second, first] if made & set(reads(first, edges)) else [first, second]
+
+
+def _run_all(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run()

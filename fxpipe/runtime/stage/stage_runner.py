@@ -1,0 +1,303 @@
+"""Compute one stage: forward, backward, and the two halves of a backward.
+
+A `StageRunner` knows one stage's module and, for each microbatch, what arrives
+and what leaves. It keeps what the backward needs between the two, and nothing
+longer. It does not know schedules, ranks or transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from fxpipe.errors import InputError, PipeliningShapeError
+from fxpipe.runtime.parameters.sync import GradSync, grad_sync
+from fxpipe.runtime.stage.backward import (
+    Deferral,
+    Slots,
+    backward_full,
+    backward_input,
+    backward_weight,
+    can_defer,
+    receive,
+)
+from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
+from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term
+from fxpipe.runtime.stage.stage_kind import Stage, TracedFront
+from fxpipe.runtime.stage.step_data import StepData
+
+__all__ = ["StageRunner", "Wiring", "wire"]
+
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How the tensors of one microbatch connect a stage's module to its edges.
+
+    `arrival` names, for each received tensor in the module's order, the edge and the
+    place on it. `wants` says which of them get a gradient. `departure` lists, per
+    edge out, the places in `sent`; `returns` those whose gradient comes back.
+    """
+
+    arrival: tuple[tuple[int, int], ...]
+    wants: tuple[bool, ...]
+    gradients: tuple[tuple[int, ...], ...]
+    received: tuple[PortShape, ...]
+    sent: tuple[PortShape, ...]
+    departure: tuple[tuple[int, ...], ...]
+    returns: tuple[tuple[int, ...], ...]
+    incoming: Skeleton | None
+    outgoing: Skeleton | None
+
+
+@dataclass(slots=True)
+class _Residual:
+    """What a forward leaves for its backward."""
+
+    sent: Tensors
+    slots: Slots | None
+    term: LossTerm | None
+    aux: list[torch.Tensor]
+    deferral: Deferral | None
+
+
+class StageRunner:
+    """One stage's computation over the microbatches of a step."""
+
+    def __init__(self, stage: Stage, split: frozenset[int]) -> None:
+        self.stage = stage
+        self.module = stage.submod
+        self.device = stage.device
+        self.sync: GradSync = grad_sync(stage.submod)
+        self._front = stage.front
+        self._is_last = stage.is_last
+        # A module with a dw_builder leaves its weight gradients undone by itself.
+        defers = stage.dw_builder is None and can_defer(stage.submod)
+        self._split = split if defers else frozenset()
+        self._wiring: Sequence[Wiring] = ()
+        self._residuals: dict[int, _Residual] = {}
+        self._deferred: dict[int, Callable[[], object]] = {}
+        self._step: StepData | None = None
+        self._args: Sequence[tuple[Any, ...]] = ()
+        self._kwargs: Sequence[Mapping[str, Any]] = ()
+
+    def begin(
+        self,
+        step: StepData,
+        wiring: Sequence[Wiring],
+        args: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Take the inputs of a step; one entry per microbatch."""
+        self._step, self._wiring, self._args, self._kwargs = step, wiring, args, kwargs
+
+    def clear(self) -> None:
+        self._residuals.clear()
+        self._deferred.clear()
+        self._step = None
+        self._args = self._kwargs = ()
+
+    def forward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
+        step, wiring = self._step, self._wiring[microbatch]
+        assert step is not None
+        received: Sequence[torch.Tensor] = [arrived[edge][place] for edge, place in wiring.arrival]
+        arrived.clear()
+        slots: Slots | None = None
+        if step.is_training and any(wiring.wants):
+            received, slots = receive(received, wiring.wants)
+        deferral = Deferral() if step.is_training and microbatch in self._split else None
+        aux = AuxLosses()
+        token = _COLLECTOR.set(aux)
+        args, kwargs = self._args[microbatch], self._kwargs[microbatch]
+        try:
+            if deferral is None:
+                output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
+            else:
+                with deferral:
+                    output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
+        finally:
+            _COLLECTOR.reset(token)
+        del received
+        term = None
+        sent: Tensors = []
+        if self._is_last:
+            term = self._finish(microbatch, output)
+        else:
+            sent = self._outgoing(wiring, output)
+        if aux.terms:
+            step.aux.append((microbatch, sum(aux.terms).detach()))  # type: ignore[union-attr]
+        if step.is_training:
+            self._residuals[microbatch] = _Residual(sent, slots, term, aux.terms, deferral)
+        return [[sent[i].detach() for i in places] for places in wiring.departure]
+
+    def backward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
+        made, rest = self._backward(microbatch, arrived)
+        self._weights(rest)
+        return made
+
+    def backward_input(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
+        made, self._deferred[microbatch] = self._backward(microbatch, arrived)
+        return made
+
+    def backward_weight(self, microbatch: int) -> None:
+        self._weights(self._deferred.pop(microbatch))
+
+    def _weights(self, work: Callable[[], object]) -> None:
+        assert self._step is not None
+        if work is _nothing:
+            return
+        with self._step.no_autocast():
+            work()
+
+    def _finish(self, microbatch: int, output: Any) -> LossTerm | None:
+        """The last stage: keep the output, compute the loss."""
+        step = self._step
+        assert step is not None
+        if step.keeps_outputs:
+            step.outputs[microbatch] = pytree.tree_map_only(
+                torch.Tensor, torch.Tensor.detach, output
+            )
+        if step.loss_fn is None or step.targets is None:
+            return None
+        term = loss_term(
+            step.loss_fn, output, step.targets[microbatch], step.loss_kwargs[microbatch]
+        )
+        step.losses[microbatch] = term
+        return term
+
+    def _outgoing(self, wiring: Wiring, output: Any) -> Tensors:
+        if isinstance(self._front, TracedFront):
+            sent = list(output) if isinstance(output, tuple | list) else [output]
+        else:
+            assert wiring.outgoing is not None
+            sent = wiring.outgoing.tensors(output, self.stage.stage_index)
+        for tensor, port in zip(sent, wiring.sent, strict=True):
+            if tensor.shape != port.shape or tensor.dtype != port.dtype:
+                self._misfits(sent, wiring.sent)
+        return sent
+
+    def _misfits(self, sent: Tensors, ports: Sequence[PortShape]) -> None:
+        lines = [
+            f"  {port.name!r}: returned {str(t.dtype).removeprefix('torch.')}{list(t.shape)}, "
+            f"agreed {port}"
+            for t, port in zip(sent, ports, strict=True)
+            if t.shape != port.shape or t.dtype != port.dtype
+        ]
+        raise PipeliningShapeError(
+            f"stage {self.stage.stage_index} returned other tensors than its interface says:\n"
+            + "\n".join(lines)
+        )
+
+    def _backward(
+        self, microbatch: int, arrived: list[Tensors]
+    ) -> tuple[list[Tensors], Callable[[], object]]:
+        residual = self._residuals.pop(microbatch)
+        step, wiring = self._step, self._wiring[microbatch]
+        assert step is not None
+        roots: list[torch.Tensor] = list(residual.aux)
+        seeds: list[torch.Tensor | None] = [
+            step.seed(microbatch, term, is_aux=True) for term in residual.aux
+        ]
+        if residual.term is not None and (residual.term.total.requires_grad or step.wants_loss):
+            if not residual.term.total.requires_grad:
+                raise InputError(
+                    "the loss does not depend on anything that requires a gradient; "
+                    "does loss_fn detach it, or is every parameter frozen?"
+                )
+            roots.append(residual.term.total)
+            seeds.append(step.seed(microbatch, residual.term.total, is_aux=False))
+        by_place: dict[int, torch.Tensor] = {}
+        for places, grads in zip(wiring.returns, arrived, strict=True):
+            for place, grad in zip(places, grads, strict=True):
+                known = by_place.get(place)
+                by_place[place] = grad if known is None else known + grad
+        arrived.clear()
+        for place, grad in by_place.items():
+            roots.append(residual.sent[place])
+            seeds.append(grad)
+        residual.sent, residual.aux, residual.term = [], [], None
+        deferral, dw_builder = residual.deferral, self.stage.dw_builder
+        rest: Callable[[], object] = _nothing
+        with step.no_autocast():
+            if deferral is None:
+                backward_full(roots, seeds)
+            else:
+                backward_input(roots, seeds, deferral)
+                rest = partial(backward_weight, deferral)
+            if dw_builder is not None:
+                rest = dw_builder()
+        return self._input_gradients(wiring, residual.slots), rest
+
+    def _input_gradients(self, wiring: Wiring, slots: Slots | None) -> list[Tensors]:
+        if slots is None:
+            return [[] for _ in wiring.gradients]
+        made = []
+        for places in wiring.gradients:
+            grads = []
+            for place in places:
+                grad = slots.take(place)
+                if grad is None:
+                    port = wiring.received[place]
+                    grad = torch.zeros(port.shape, dtype=port.dtype, device=self.device)
+                grads.append(grad)
+            made.append(grads)
+        return made
+
+
+def _nothing() -> None: ...
+
+
+def wire(
+    stage: Stage,
+    boundary: Boundary,
+    incoming: Skeleton | None,
+    outgoing: Skeleton | None,
+) -> Wiring:
+    """Connect a stage's module to the edges of a boundary."""
+    index = stage.stage_index
+    edges = boundary.edges()
+    into = [boundary.ports[e.source, index] for e in edges.into(index)]
+    out_of = [boundary.ports[index, e.target] for e in edges.out_of(index)]
+    if isinstance(stage.front, TracedFront):
+        interface = stage.front.info.interfaces[index]
+        sources = [e.source for e in edges.into(index)]
+        names = [[port.name for port in ports] for ports in into]
+        arrival = [
+            (edge, names[edge].index(r.port.name))
+            for r in interface.received
+            for edge in (sources.index(r.source_stage),)
+        ]
+        place = {sent.port.name: i for i, sent in enumerate(interface.sent)}
+        by_name = {port.name: port for ports in out_of for port in ports}
+        sent = tuple(by_name[s.port.name] for s in interface.sent)
+    else:
+        arrival = [(edge, i) for edge, ports in enumerate(into) for i in range(len(ports))]
+        place = {port.name: i for ports in out_of for i, port in enumerate(ports)}
+        sent = tuple(port for ports in out_of for port in ports)
+    received = tuple(into[edge][i] for edge, i in arrival)
+    position = {at: i for i, at in enumerate(arrival)}
+    return Wiring(
+        arrival=tuple(arrival),
+        wants=tuple(port.has_gradient for port in received),
+        gradients=tuple(
+            tuple(position[edge, i] for i, port in enumerate(ports) if port.has_gradient)
+            for edge, ports in enumerate(into)
+            if any(port.has_gradient for port in ports)
+        ),
+        received=received,
+        sent=sent,
+        departure=tuple(tuple(place[port.name] for port in ports) for ports in out_of),
+        returns=tuple(
+            tuple(place[port.name] for port in ports if port.has_gradient)
+            for ports in out_of
+            if any(port.has_gradient for port in ports)
+        ),
+        incoming=incoming,
+        outgoing=outgoing,
+    )

@@ -1,0 +1,68 @@
+"""What one step knows: its targets, its loss, and what it collects on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.stage.loss import LossTerm
+
+__all__ = ["PAIR_AND_AUX", "StepData"]
+
+
+@dataclass(slots=True)
+class StepData:
+    """One step on one process. `weights[m]` is the share of microbatch m in the mean."""
+
+    is_training: bool
+    weights: Sequence[float]
+    loss_fn: Callable[..., Any] | None
+    targets: Sequence[Any] | None
+    loss_kwargs: Sequence[Mapping[str, Any]]
+    keeps_outputs: bool
+    wants_loss: bool
+    autocast: tuple[str, ...]
+    outputs: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, LossTerm] = field(default_factory=dict)
+    aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    _seeds: dict[tuple[float, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def seed(self, microbatch: int, term: torch.Tensor, *, is_aux: bool) -> torch.Tensor:
+        """The factor of a term in the loss of the batch."""
+        found = self.losses.get(microbatch)
+        if found is not None and found.weight is not None:
+            if is_aux:
+                raise InputError(PAIR_AND_AUX)
+            return self._seed(1.0, term)
+        return self._seed(self.weights[microbatch], term)
+
+    def _seed(self, factor: float, term: torch.Tensor) -> torch.Tensor:
+        key = (factor, term.dtype)
+        known = self._seeds.get(key)
+        if known is None:
+            known = self._seeds[key] = torch.full_like(term, factor, requires_grad=False)
+        return known
+
+    def no_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast does not belong around a backward, also when the step runs inside one."""
+        if not self.autocast:
+            return _NOTHING
+        stack = contextlib.ExitStack()
+        for device_type in self.autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        return stack
+
+
+_NOTHING = contextlib.nullcontext()
+
+PAIR_AND_AUX = (
+    "aux_loss cannot be combined with a loss_fn that returns (sum, weight): the weight of the "
+    "batch is known only when all forwards are done, but an auxiliary loss is differentiated "
+    "before; return sum / weight_of_the_batch as a scalar instead, with scale_grads=False and the "
+    "weight of the whole batch passed in loss_kwargs"
+)

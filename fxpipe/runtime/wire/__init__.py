@@ -1,0 +1,1 @@
+"""Move bytes and words between ranks."""

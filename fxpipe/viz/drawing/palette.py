@@ -1,0 +1,97 @@
+"""One look for each kind of action and each stage, in every picture.
+
+The colours are those of Okabe and Ito, which people with any colour vision can tell
+apart. Colour never stands alone: each kind also has its letter and its hatch, and
+transfers have a shape of their own. A rank's stages differ in shade, first the light one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fxpipe.program import Kind, Span
+from fxpipe.viz.drawing.scene import Hatch
+
+__all__ = ["INK", "LOOKS", "Look", "Theme", "mix", "shade", "shades", "tone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How one kind of action is drawn."""
+
+    letter: str
+    name: str
+    colour: str
+    hatch: Hatch
+
+
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = "#56b4e9", "#d55e00", "#e69f00", "#009e73"
+_TRANSFER, _PARAMETERS = "#cc79a7", "#d6c72b"
+
+LOOKS: dict[Kind, Look] = {
+    Kind.FORWARD: Look("F", "forward", _FORWARD, ""),
+    Kind.BACKWARD: Look("B", "backward", _BACKWARD, "rising"),
+    Kind.BACKWARD_INPUT: Look("I", "backward, input half", _INPUT, "falling"),
+    Kind.BACKWARD_WEIGHT: Look("W", "backward, weight half", _WEIGHT, "dots"),
+    Kind.SEND_ACTIVATION: Look(">", "send activation", _TRANSFER, ""),
+    Kind.RECV_ACTIVATION: Look(">", "receive activation", _TRANSFER, ""),
+    Kind.SEND_GRADIENT: Look("<", "send gradient", _TRANSFER, ""),
+    Kind.RECV_GRADIENT: Look("<", "receive gradient", _TRANSFER, ""),
+    Kind.UNSHARD: Look("U", "unshard", _PARAMETERS, ""),
+    Kind.RESHARD: Look("R", "reshard", _PARAMETERS, ""),
+    Kind.REDUCE_GRAD: Look("G", "reduce gradients", _PARAMETERS, "cross"),
+    Kind.OVERLAP: Look("P", "pair", _FORWARD, ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """The colours that are not about kinds of actions.
+
+    `Theme()` is for paper; the report replaces each colour by a variable of its style
+    sheet, so that pictures in it follow dark mode.
+    """
+
+    paper: str = "#ffffff"
+    ink: str = "#1b1f24"
+    muted: str = "#59636e"
+    rule: str = "#d5dae0"
+    idle: str = "#eef0f3"
+    fill: str = "#f6f8fa"
+    accent: str = "#0072b2"
+    skip: str = "#a3476f"
+    tied: str = "#00734f"
+    bar: str = "#56b4e9"
+
+
+INK = Theme().ink
+
+
+def mix(colour: str, other: str, share: float) -> str:
+    """A colour with `share` of another one in it."""
+    pairs = ((int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def tone(index: int, count: int) -> float:
+    """The share of white for the stage with this index among a rank's stages."""
+    return 0.3 if count <= 1 else 0.58 - 0.5 * index / (count - 1)
+
+
+def shade(kind: Kind, index: int, count: int) -> str:
+    """The colour of a kind for the stage with this index among a rank's stages."""
+    return mix(LOOKS[kind].colour, "#ffffff", tone(index, count))
+
+
+def shades(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
+    """For each stage its index among the stages of its rank, and their number."""
+    held: dict[int, set[int]] = {}
+    for span in spans:
+        for part in span.action.parts or (span.action,):
+            held.setdefault(span.rank, set()).add(part.stage)
+    return {
+        stage: (index, len(stages))
+        for stages in held.values()
+        for index, stage in enumerate(sorted(stages))
+    }

@@ -1,0 +1,132 @@
+"""Write a scene as SVG that stands alone: no style sheet, no script, no font.
+
+Several pictures may share one HTML page (a notebook, the report), so nothing here
+can reach another picture: attributes instead of classes, and pattern names made
+from the picture's own content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from fxpipe.viz.drawing.scene import Area, Box, Hatch, Item, Label, Line, Scene, arrow_head
+
+__all__ = ["FONT", "write_svg"]
+
+FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+
+_INK = "#000000"
+_PATTERNS: dict[str, str] = {
+    "rising": '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5" stroke="{ink}" stroke-width="1.1"/>',
+    "falling": '<path d="M-1 -1L7 7M5 -1L7 1M-1 5L1 7" stroke="{ink}" stroke-width="1.1"/>',
+    "dots": '<circle cx="1.5" cy="1.5" r="0.9" fill="{ink}"/>'
+    '<circle cx="4.5" cy="4.5" r="0.9" fill="{ink}"/>',
+    "cross": '<path d="M0 3H6M3 0V6" stroke="{ink}" stroke-width="0.9"/>',
+}
+
+
+def write_svg(scene: Scene, *, inline: bool = False) -> str:
+    """The scene as SVG text.
+
+    With `inline` for a place inside an HTML page: no XML header, and never wider than the
+    page.
+    """
+    mark = "x" + hashlib.sha256(repr(scene).encode()).hexdigest()[:8]
+    style = ' style="max-width:100%;height:auto"' if inline else ""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(scene.width)}" '
+        f'height="{_n(scene.height)}" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" '
+        f'role="img" font-family="{FONT}"{style}>',
+        f"<title>{escape(scene.title)}</title>",
+        *_definitions(scene.items, mark),
+        *_groups(scene.items, mark),
+        "</svg>\n",
+    ]
+    if scene.background:
+        lines.insert(2, f'<rect width="100%" height="100%" {_paint(fill=scene.background)}/>')
+    if not inline:
+        lines.insert(0, '<?xml version="1.0" encoding="UTF-8"?>')
+    return "\n".join(lines)
+
+
+def _definitions(items: Iterable[Item], mark: str) -> Iterator[str]:
+    used = sorted({item.hatch for item in items if isinstance(item, (Box, Area)) and item.hatch})
+    if used:
+        patterns = (
+            f'<pattern id="{mark}{name}" width="6" height="6" patternUnits="userSpaceOnUse">'
+            f'<g opacity="0.5">{_PATTERNS[name].format(ink=_INK)}</g></pattern>'
+            for name in used
+        )
+        yield f"<defs>{''.join(patterns)}</defs>"
+
+
+def _groups(items: Iterable[Item], mark: str) -> Iterator[str]:
+    """One group for each run of items that look alike, which keeps the file small."""
+    for attributes, run in groupby(items, key=_shared):
+        yield f"<g {attributes}>" + "".join(_element(item, mark) for item in run) + "</g>"
+
+
+def _shared(item: Item) -> str:
+    if isinstance(item, Label):
+        anchor = "" if item.anchor == "start" else f' text-anchor="{item.anchor}"'
+        bold = ' font-weight="bold"' if item.bold else ""
+        return f'font-size="{_n(item.size)}" {_paint(fill=item.fill)}{anchor}{bold}'
+    if isinstance(item, Line):
+        dash = f' stroke-dasharray="{item.dash}"' if item.dash else ""
+        paint = _paint(fill="none", stroke=item.stroke)
+        return f'{paint} stroke-width="{_n(item.width)}"{dash}'
+    if isinstance(item, Box) and item.stroke:
+        paint = _paint(fill=item.fill or "none", stroke=item.stroke)
+        return f'{paint} stroke-width="{_n(item.stroke_width)}"'
+    return _paint(fill=item.fill or "none")
+
+
+def _paint(**colours: str) -> str:
+    """Attributes, or one style if a colour is a variable of the page: only a style may say so."""
+    if any(colour.startswith("var(") for colour in colours.values()):
+        return f'style="{";".join(f"{name}:{colour}" for name, colour in colours.items())}"'
+    return " ".join(f'{name}="{colour}"' for name, colour in colours.items())
+
+
+def _element(item: Item, mark: str) -> str:
+    if isinstance(item, Label):
+        return f'<text x="{_n(item.x)}" y="{_n(item.y)}">{escape(item.text)}</text>'
+    if isinstance(item, Line):
+        path = f'<path d="{_path(item)}"/>'
+        if not item.arrow:
+            return path
+        # Drawn, not a marker: markers are found by name, and names are the page's.
+        head = _points(arrow_head(item))
+        return path + f'<polygon points="{head}" {_paint(fill=item.stroke, stroke="none")}/>'
+    if isinstance(item, Area):
+        return _hatched("polygon", f'points="{_points(item.points)}"', item.hatch, item.tip, mark)
+    place = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.width)}" height="{_n(item.height)}"'
+    if item.radius:
+        place += f' rx="{_n(item.radius)}"'
+    return _hatched("rect", place, item.hatch, item.tip, mark)
+
+
+def _hatched(tag: str, place: str, hatch: Hatch, tip: str, mark: str) -> str:
+    shape = f"<{tag} {place}><title>{escape(tip)}</title></{tag}>" if tip else f"<{tag} {place}/>"
+    if hatch:
+        fill = _paint(fill=f"url(#{mark}{hatch})", stroke="none")
+        shape += f'<{tag} {place} {fill} pointer-events="none"/>'
+    return shape
+
+
+def _path(line: Line) -> str:
+    (x, y), *rest = line.points
+    if line.curved:
+        return f"M{_n(x)} {_n(y)}C" + " ".join(f"{_n(a)} {_n(b)}" for a, b in rest)
+    return f"M{_n(x)} {_n(y)}" + "".join(f"L{_n(a)} {_n(b)}" for a, b in rest)
+
+
+def _points(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+
+
+def _n(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,157 @@
+"""Draw lines beside a column of boxes: skips and ties within it.
+
+Each line leaves a box on the right, runs down a lane of its own and comes back. Lanes
+of long lines are further out. All labels stand right of all lanes, at a height where
+their line passes, so no label is crossed by a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpipe.viz.drawing.palette import Theme
+from fxpipe.viz.drawing.scene import Box, Item, Label, Line, fit_text, text_width
+from fxpipe.viz.pipe_picture.outline import Crossing, Tie
+from fxpipe.viz.pipe_picture.stage_box import StageBox
+
+__all__ = ["Lane", "draw_lanes", "find_lanes"]
+
+_LANE = 9.0
+_TEXT = 9.5
+_STEP = 13.0
+_WIDEST_LABEL = 420.0
+
+
+Anchor = tuple[float, float]
+"""A point (x, y) on a box or on a part in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A line from one point to others, and what it says."""
+
+    start: Anchor
+    ends: tuple[Anchor, ...]
+    lines: tuple[str, ...]
+    colour: str
+    is_tie: bool
+
+    @property
+    def top(self) -> float:
+        return min(self.start[1], *(y for _, y in self.ends))
+
+    @property
+    def bottom(self) -> float:
+        return max(self.start[1], *(y for _, y in self.ends))
+
+
+def find_lanes(
+    crossings: Sequence[Crossing],
+    ties: Sequence[Tie],
+    boxes: Sequence[StageBox],
+    tops: Mapping[int, float],
+    theme: Theme,
+) -> Iterator[Lane]:
+    """The lanes of a column whose boxes start at the heights `tops`."""
+    anchor = _anchors(boxes, tops)
+    values: dict[tuple[int, str], list[Crossing]] = {}
+    for crossing in crossings:
+        values.setdefault((crossing.source, crossing.name), []).append(crossing)
+    for same in values.values():
+        first = same[0]
+        start = anchor(first.source, first.source_part)
+        ends = tuple(
+            anchor(crossing.target, part)
+            for crossing in same
+            for part in crossing.target_parts or (None,)
+        )
+        yield Lane(start, ends, first.lines, theme.skip, False)
+    for tie in ties:
+        start, *ends_at = (anchor(stage, part) for stage, part, _ in tie.places)
+        names = tuple(name for _, _, name in tie.places)
+        yield Lane(start, tuple(ends_at), ("tied", *names), theme.tied, True)
+
+
+def _anchors(
+    boxes: Sequence[StageBox], tops: Mapping[int, float]
+) -> Callable[[int, int | None], Anchor]:
+    """Points on the right side of boxes and parts, no two at one height."""
+    taken: set[float] = set()
+
+    def anchor(stage: int, part: int | None) -> Anchor:
+        box, top = boxes[stage], tops[stage]
+        x, middle = box.width, top + box.height / 2
+        if box.parts:
+            middle = top + (16.0 if part is None else box.parts[part])
+            x = box.width if part is None else box.parts_right
+        for offset in (0, 5, -5, 10, -10, 15, -15, 20, -20):
+            y = middle + offset
+            if y not in taken and top < y < top + box.height:
+                taken.add(y)
+                return x, y
+        return x, middle
+
+    return anchor
+
+
+def draw_lanes(lanes: Sequence[Lane], left: float) -> tuple[list[Item], float]:
+    """Draw lanes right of `left`; returns the items and where the last label ends."""
+    places = _assign(lanes)
+    right = left + 10 + (max(places) + 1) * _LANE
+    items: list[Item] = []
+    labels: list[Item] = []
+    taken: list[tuple[float, float]] = []
+    width = right
+    for lane, place in zip(lanes, places, strict=True):
+        x = left + 10 + place * _LANE
+        dash = "1.5 2.5" if lane.is_tie else "5 3"
+        start = lane.start
+        for end in sorted(lane.ends, key=lambda end: end[1]):
+            points = (start, (x, start[1]), (x, end[1]), end)
+            items.append(Line(points, lane.colour, 1.3, dash, arrow=not lane.is_tie))
+            start = (x, end[1])  # the next one branches off here
+        if lane.is_tie:
+            items += (_knob(point, lane.colour) for point in (lane.start, *lane.ends))
+        y = _free_height(lane, taken)
+        taken.append((y, y + len(lane.lines) * _STEP))
+        labels.append(Line(((x, y), (right + 2, y)), lane.colour, 0.8, "1 2"))
+        for index, line in enumerate(lane.lines):
+            text = fit_text(line, _TEXT, _WIDEST_LABEL)
+            base = y + 3.3 + index * _STEP
+            labels.append(Label(right + 5, base, text, _TEXT, lane.colour))
+            width = max(width, right + 5 + text_width(text, _TEXT))
+    return [*items, *labels], width
+
+
+def _knob(place: Anchor, colour: str) -> Box:
+    x, y = place
+    return Box(x - 2.5, y - 2.5, 5, 5, colour, radius=2.5)
+
+
+def _assign(lanes: Sequence[Lane]) -> list[int]:
+    """A lane for each line, short ones innermost, none shared at the same height."""
+    order = sorted(range(len(lanes)), key=lambda i: (lanes[i].bottom - lanes[i].top, i))
+    places = [0] * len(lanes)
+    used: list[list[Lane]] = []
+    for index in order:
+        lane = lanes[index]
+        free = (
+            place
+            for place, others in enumerate(used)
+            if all(lane.bottom + 8 < o.top or o.bottom + 8 < lane.top for o in others)
+        )
+        places[index] = next(free, len(used))
+        if places[index] == len(used):
+            used.append([])
+        used[places[index]].append(lane)
+    return places
+
+
+def _free_height(lane: Lane, taken: Sequence[tuple[float, float]]) -> float:
+    """A height that the line passes, for a label; below all others if there is none free."""
+    needed = len(lane.lines) * _STEP
+    y = lane.top
+    while any(y < bottom and top < y + needed for top, bottom in taken):
+        y += 1.0
+    return y if y <= lane.bottom else max(bottom for _, bottom in taken)

@@ -1,0 +1,301 @@
+"""Say what a picture of a pipe shows, as data that every drawing reads.
+
+In:  a `Pipe`, how deep to look into its stages, and what is known of its costs.
+Out: an `Outline`: for each stage its parts, what crosses between stages, what is tied.
+
+A part is a module call, a run of alike module calls (layers.8 … layers.15), or at
+depth "nodes" any node of the stage's graph. Code between modules is not a part: what
+flows through it is drawn as flowing from module to module.
+
+A value that goes to many stages (an attention mask) is `Shared`: pictures list it once
+instead of drawing a line to each reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fxpipe.errors import FxpipeError
+from fxpipe.graph.dims import Dim, evaluate, free_names, text
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import walk
+from fxpipe.graph.pipe import Pipe, Stage
+from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text
+from fxpipe.viz.pipe_picture.parts import Part, StageParts, find_parts
+
+__all__ = [
+    "Crossing",
+    "Depth",
+    "Outline",
+    "Shared",
+    "StageOutline",
+    "Terminal",
+    "Tie",
+    "make_outline",
+    "ranges_text",
+]
+
+Depth = Literal["stages", "blocks", "nodes"]
+
+_BYTES = Unit("bytes")
+_MANY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """An input or output of the model, and the parts that read or make it."""
+
+    text: str
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutline:
+    """One stage: its parts and what is known of its size.
+
+    `share` is the stage's part of the whole load, from 0 to 1.
+    """
+
+    index: int
+    parts: tuple[Part, ...]
+    parameters: int
+    flops: float | None
+    share: float
+    inputs: tuple[Terminal, ...]
+    outputs: tuple[Terminal, ...]
+
+    @property
+    def facts(self) -> str:
+        """Such as "1.71 B parameters, 12.3 TFLOPs"."""
+        facts = [f"{count_text(self.parameters)} parameters"]
+        if self.flops is not None:
+            facts.append(flops_text(self.flops))
+        return ", ".join(facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that one stage sends to one other; parts are indices, None the stage itself."""
+
+    source: int
+    target: int
+    name: str
+    spec: str
+    size: str
+    has_gradient: bool
+    source_part: int | None
+    target_parts: tuple[int, ...]
+
+    @property
+    def is_skip(self) -> bool:
+        return self.target != self.source + 1
+
+    @property
+    def lines(self) -> tuple[str, str]:
+        """Name; dtype, shape and bytes."""
+        return self.name, f"{self.spec} · {self.size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A value that one stage sends to many."""
+
+    source: int
+    targets: tuple[int, ...]
+    name: str
+    spec: str
+    size: str
+
+    @property
+    def targets_text(self) -> str:
+        return ranges_text(self.targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Places that hold one parameter, as (stage, part, parameter name)."""
+
+    places: tuple[tuple[int, int | None, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """All that a picture of a pipe shows."""
+
+    depth: Depth
+    stages: tuple[StageOutline, ...]
+    crossings: tuple[Crossing, ...]
+    shared: tuple[Shared, ...]
+    ties: tuple[Tie, ...]
+    load: str
+    sizes: tuple[tuple[str, int], ...]
+
+    @property
+    def summary(self) -> str:
+        """Such as "59.1 k parameters, 4 stages; bytes of a microbatch with batch = 2"."""
+        total = sum(stage.parameters for stage in self.stages)
+        text = f"{count_text(total)} parameters, {len(self.stages)} stages; bytes of a microbatch"
+        known = ", ".join(f"{name} = {value}" for name, value in self.sizes)
+        return f"{text} with {known}" if known else text
+
+
+def make_outline(
+    pipe: Pipe,
+    depth: Depth,
+    *,
+    flops: Sequence[float] | None = None,
+    times: Sequence[float] | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Outline:
+    """Describe a pipe.
+
+    Args:
+        flops: of one microbatch, per stage.
+        times: of one microbatch, per stage, in any unit; the load is measured by them, or
+            else by FLOPs, or else by parameters.
+        sizes: values of the pipe's size symbols, for the bytes of each value; without
+            them bytes are shown as a formula.
+
+    Raises:
+        FxpipeError: the depth is unknown, or a figure is missing for some stage.
+    """
+    if depth not in ("stages", "blocks", "nodes"):
+        raise FxpipeError(f"depth is one of stages, blocks, nodes; got {depth!r}")
+    for name, given in (("flops", flops), ("times", times)):
+        if given is not None and len(given) != pipe.num_stages:
+            raise FxpipeError(
+                f"{name} has {len(given)} entries, but the pipe has {pipe.num_stages} stages"
+            )
+    shortest = {"stages": 2, "blocks": 3, "nodes": None}[depth]
+    found = [find_parts(stage.module, shortest_run=shortest) for stage in pipe.stages]
+    parameters = [sum(p.numel() for p in s.module.parameters()) for s in pipe.stages]
+    load, name = _load(times, flops, parameters)
+    whole = sum(load) or 1.0
+    stages = tuple(
+        StageOutline(
+            index=stage.index,
+            parts=found[stage.index].parts,
+            parameters=parameters[stage.index],
+            flops=None if flops is None else flops[stage.index],
+            share=load[stage.index] / whole,
+            inputs=_inputs(pipe, stage, found[stage.index]),
+            outputs=(
+                _outputs(stage, found[stage.index]) if stage.index == pipe.num_stages - 1 else ()
+            ),
+        )
+        for stage in pipe.stages
+    )
+    crossings, shared = _crossings(pipe, found, sizes or {})
+    known = tuple((symbol, (sizes or {})[symbol]) for symbol in _symbols(pipe, sizes or {}))
+    return Outline(depth, stages, crossings, shared, _ties(pipe, found), name, known)
+
+
+def _symbols(pipe: Pipe, sizes: Mapping[str, int]) -> list[str]:
+    """The symbols with a value that some boundary depends on."""
+    used = {
+        symbol
+        for interface in pipe.interfaces
+        for sent in interface.sent
+        for symbol in sent.port.spec.symbols
+    }
+    return [symbol for symbol in pipe.info().symbols if symbol in used and symbol in sizes]
+
+
+def _load(
+    times: Sequence[float] | None, flops: Sequence[float] | None, parameters: Sequence[int]
+) -> tuple[Sequence[float], str]:
+    if times is not None:
+        return times, "time"
+    if flops is not None:
+        return flops, "FLOPs"
+    return parameters, "parameters"
+
+
+def _crossings(
+    pipe: Pipe, found: Sequence[StageParts], sizes: Mapping[str, int]
+) -> tuple[tuple[Crossing, ...], tuple[Shared, ...]]:
+    crossings: list[Crossing] = []
+    shared: list[Shared] = []
+    for interface in pipe.interfaces:
+        for sent in interface.sent:
+            spec, name = sent.port.spec, sent.port.name
+            size = bytes_text(spec, sizes)
+            skips = [target for target in sent.target_stages if target > interface.stage + 1]
+            if len(skips) >= _MANY:
+                targets = tuple(sorted(sent.target_stages))
+                shared.append(Shared(interface.stage, targets, name, str(spec), size))
+                continue
+            crossings += [
+                Crossing(
+                    source=interface.stage,
+                    target=target,
+                    name=name,
+                    spec=str(spec),
+                    size=size,
+                    has_gradient=spec.requires_grad,
+                    source_part=found[interface.stage].source_of(name),
+                    target_parts=found[target].readers_of(name),
+                )
+                for target in sent.target_stages
+            ]
+    crossings.sort(key=lambda c: (c.target - c.source, c.source))
+    return tuple(crossings), tuple(shared)
+
+
+def bytes_text(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
+    """The bytes of a tensor: a number if its sizes are known, else a formula."""
+    num: Dim = spec.dtype.itemsize
+    for dim in spec.shape:
+        num = num * dim
+    if free_names(num) <= set(sizes):
+        return _BYTES.text(float(evaluate(num, sizes)))
+    return f"{text(num)} B"
+
+
+def _inputs(pipe: Pipe, stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+    """Model inputs with their specs; a nested one by its name alone."""
+    example = pipe.info().inputs.example
+    found = []
+    for name in stage.interface.model_inputs:
+        spec = example.get(name)
+        text = f"{name}: {spec}" if isinstance(spec, TensorSpec) else name
+        found.append(Terminal(text, parts.readers_of(name)))
+    return tuple(found)
+
+
+def _outputs(stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+    """The tensors that the model returns, as far as the graph says."""
+    found: list[Terminal] = []
+    for node in stage.module.graph.nodes:
+        if node.op != "output":
+            continue
+        for source in node.all_input_nodes:
+            maker = parts.source_of(source.name)
+            makers = () if maker is None else (maker,)
+            found += [
+                Terminal(str(leaf), makers)
+                for _, leaf in walk(source.meta.get("spec"))
+                if isinstance(leaf, TensorSpec)
+            ]
+    return tuple(found)
+
+
+def _ties(pipe: Pipe, found: Sequence[StageParts]) -> tuple[Tie, ...]:
+    return tuple(
+        Tie(tuple((stage, found[stage].holder_of(name), name) for stage, name in tied.locations))
+        for tied in pipe.tied
+    )
+
+
+def ranges_text(numbers: Sequence[int]) -> str:
+    """Such as "stages 1–3, 5"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
+    return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(texts)}"

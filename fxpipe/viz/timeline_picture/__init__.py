@@ -1,0 +1,1 @@
+"""Lay out and write pictures of timelines."""

@@ -1,0 +1,132 @@
+"""Draw single actions of a timeline: boxes for compute, arrows for transfers.
+
+Kinds differ in colour, letter and hatch; a pair of actions that run at the same
+time is a box in two halves. A hatch covers the foot of a box only, below its label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from fxpipe.program import Action, Kind, Span
+from fxpipe.viz.drawing.numbers import Unit
+from fxpipe.viz.drawing.palette import INK, LOOKS, mix, shade
+from fxpipe.viz.drawing.scene import Area, Box, Item, Label, text_width
+
+__all__ = ["Frame", "draw_box", "draw_span", "pack_lanes", "tip_of"]
+
+_FOOT = 0.27
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where time runs in a picture, and how stages are shaded."""
+
+    left: float
+    plot: float
+    end: float
+    shades: Mapping[int, tuple[int, int]]
+    time: Unit
+    tips: bool
+
+    @property
+    def right(self) -> float:
+        return self.left + self.plot
+
+    def x(self, time: float) -> float:
+        return self.left + time / self.end * self.plot
+
+
+def draw_span(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
+    """The items of one action between two heights."""
+    left, right = frame.x(span.start), frame.x(span.end)
+    tip = tip_of(span, frame.time) if frame.tips else ""
+    if span.action.parts:
+        half = (height - 1) / 2
+        for index, part in enumerate(span.action.parts):
+            top = y + index * (half + 1)
+            yield from draw_box(part, frame.shades, (left, top, right - left, half), tip)
+    elif span.is_compute:
+        yield from draw_box(span.action, frame.shades, (left, y, right - left, height), tip)
+    else:
+        yield from _draw_lane(span.action, (left, y, right - left, height), tip)
+
+
+def draw_box(
+    action: Action,
+    shades: Mapping[int, tuple[int, int]],
+    place: tuple[float, float, float, float],
+    tip: str = "",
+) -> Iterator[Item]:
+    """A box for a compute action at (x, y, width, height), labelled as far as it fits."""
+    x, y, width, height = place
+    if width <= 0:
+        return
+    if width > 3:
+        width -= 0.8  # lets neighbours be seen as two
+    look = LOOKS[action.kind]
+    yield Box(x, y, width, height, shade(action.kind, *shades.get(action.stage, (0, 1))), tip=tip)
+    foot = height * _FOOT
+    if look.hatch:
+        yield Box(x, y + height - foot, width, foot, "", hatch=look.hatch)
+    if action.microbatch is None:
+        return
+    room = height - foot
+    size = min(11.0, room - 2)
+    if size < 7:
+        return
+    for text in (f"{look.letter}{action.microbatch}", f"{action.microbatch}"):
+        if text_width(text, size) + 2 <= width:
+            base = y + room / 2 + 0.36 * size
+            yield Label(x + width / 2, base, text, size, INK, "middle")
+            return
+
+
+def _draw_lane(
+    action: Action, place: tuple[float, float, float, float], tip: str
+) -> Iterator[Item]:
+    """A transfer points where its value goes: forwards or back. The rest is a bar."""
+    x, y, width, height = place
+    look = LOOKS[action.kind]
+    width = max(width, 2.5)
+    if not action.kind.is_transfer:
+        yield Box(x, y, width, height, look.colour, hatch=look.hatch, tip=tip)
+        return
+    point = min(height / 2, width / 2)
+    middle, bottom, right = y + height / 2, y + height, x + width
+    fill = look.colour if action.kind.is_send else mix(look.colour, "#ffffff", 0.5)
+    points: tuple[tuple[float, float], ...]
+    if action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION):
+        points = ((x, y), (right - point, y), (right, middle), (right - point, bottom), (x, bottom))
+    else:
+        points = ((right, y), (x + point, y), (x, middle), (x + point, bottom), (right, bottom))
+    yield Area(points, fill, look.hatch, tip)
+
+
+def pack_lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Distribute spans over as few lanes as possible, none overlapping another."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        for lane in lanes:
+            if lane[-1].end <= span.start + 1e-12:
+                lane.append(span)
+                break
+        else:
+            lanes.append([span])
+    return lanes
+
+
+def tip_of(span: Span, time: Unit) -> str:
+    """What a reader gets to see of an action when pointing at it."""
+    lines = []
+    for action in span.action.parts or (span.action,):
+        text = f"{action}: {LOOKS[action.kind].name}, stage {action.stage}"
+        if action.microbatch is not None:
+            text += f", microbatch {action.microbatch}"
+        if action.kind.is_transfer:
+            text += f", {'to' if action.kind.is_send else 'from'} stage {action.peer}"
+        lines.append(text)
+    took = time.text(span.end - span.start)
+    lines.append(f"rank {span.rank}, from {time.text(span.start)}, takes {took}")
+    return "\n".join(lines)

@@ -1,0 +1,142 @@
+"""Predicted memory against the bytes that a real step in one process holds."""
+
+import pytest
+import torch
+
+import models
+from fxpipe.graph.capture.capture import capture
+from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.pipe import Pipe
+from fxpipe.planner.cost.graph_costs import GraphCosts
+from fxpipe.planner.cost.hardware import HARDWARE
+from fxpipe.planner.cost.stage_numbers import StageNumbers, numbers_of
+from fxpipe.planner.cost.workload import Training, workload_of
+from fxpipe.planner.partition.partition import partition
+from fxpipe.planner.plan import plan
+from fxpipe.planner.search.auto_split import assign
+from fxpipe.planner.search.estimate import Memory, predict, rank_memory
+from fxpipe.planner.search.search import _extended
+from fxpipe.program.generators import SCHEDULES
+from fxpipe.runtime.wire.local_group import LocalGroup
+from fxpipe.schedules import get_schedule_class
+from tests.planner.tracked import RankMemory
+
+TRAINING = sorted(set(SCHEDULES) - {"ForwardOnly"})
+ROWS = 2
+SIZES = {"gpt": {"layers": 8, "width": 64, "length": 32}}
+
+
+def predicted_and_tracked(name, schedule, num_ranks, num_microbatches):
+    """Bytes of each rank at its fullest, without weights: what is said and what is seen."""
+    info, made = SCHEDULES[schedule], models.load(name)
+    num_stages = num_ranks * (1 if info.stages_per_rank[1] == 1 else 2)
+    model = made.build(**SIZES.get(name, {}))
+    length = {"length": 32} if name == "gpt" else {}
+    traced = capture(model, *made.example_inputs(ROWS, **length),
+                     opened=choose_opened(model, num_stages))  # fmt: skip
+    training = Training("none")
+    costs = GraphCosts.of(traced, traced.hints, vary=(), fused_attention=False)
+    load = workload_of(costs, traced.hints, HARDWARE["CPU-core"], training)
+    cut = partition(load.work, num_stages)
+    stages, edges = numbers_of(costs, load, cut.stage_of, traced.hints, training)
+    pipe, group = Pipe(traced, assign(load, cut)), LocalGroup(num_ranks)
+    parts = [pipe.build_stage(i, torch.device("cpu"), group) for i in range(num_stages)]
+    run = get_schedule_class(schedule)(
+        parts, num_microbatches, lambda output, target: output.float().sum()
+    )
+    args, kwargs = made.example_inputs(ROWS * num_microbatches, **length)
+    target = torch.zeros(ROWS * num_microbatches)
+    run.record_timeline()
+    run.step(*args, target=target, return_outputs=False, **kwargs)
+    model.zero_grad(set_to_none=True)
+    given = [t for t in (*args, *kwargs.values(), target) if isinstance(t, torch.Tensor)]
+
+    with RankMemory(run, [*model.parameters(), *model.buffers(), *given]) as memory:
+        run.step(*args, target=target, return_outputs=False, **kwargs)
+
+    found = rank_memory(run.program, run.timeline.spans, stages, edges, copies=False)
+    return [rank.total - rank.weights for rank in found], memory.peak
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize(("name", "ranks"), [("gpt", 4), ("llama", 2)])
+def test_memory_of_every_rank_is_predicted_within_a_tenth(name, ranks, schedule):
+    predicted, tracked = predicted_and_tracked(name, schedule, ranks, 2 * ranks)
+
+    assert predicted == pytest.approx(tracked, rel=0.1)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+@pytest.mark.parametrize("name", ["moe", "unet", "resnet"])
+def test_memory_of_the_fullest_rank_is_predicted_within_a_tenth(name, schedule):
+    predicted, tracked = predicted_and_tracked(name, schedule, 2, 4)
+
+    assert max(predicted) == pytest.approx(max(tracked), rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_memory_with_checkpointing_is_predicted_within_a_tenth(mode):
+    made, length = models.load("gpt"), {"length": 32}
+    model = made.build(**SIZES["gpt"])
+    found = plan(
+        model, made.example_inputs(ROWS, **length)[0], "cpu core", 4, 16, data_parallel=1,
+        microbatch_sizes=(ROWS,), stages_per_rank=(1, 2), optimizer="none", checkpointing=mode,
+        schedules=["1F1B", "ZBH1", "GPipe", "ZBV"],
+    )  # fmt: skip
+    args, _ = made.example_inputs(16, **length)
+    target = torch.zeros(16)
+
+    assert len({option.candidate.schedule for option in found.options}) == 4
+    for choice, option in enumerate(found.options):
+        run = found.build(
+            choice=choice, loss_fn=lambda output, target: output.float().sum()
+        ).schedule
+        run.record_timeline()
+        run.step(*args, target=target, return_outputs=False)
+        model.zero_grad(set_to_none=True)
+        with RankMemory(run, [*model.parameters(), *model.buffers(), *args, target]) as memory:
+            run.step(*args, target=target, return_outputs=False)
+        model.zero_grad(set_to_none=True)
+        spans = run.timeline.spans
+        ranks = rank_memory(run.program, spans, option.stages, option.edge_bytes, copies=False)
+        predicted = [rank.total - rank.weights for rank in ranks]
+        assert predicted == pytest.approx(memory.peak, rel=0.1), str(option.candidate)
+
+
+def equal_stages(count):
+    return (StageNumbers(1.0, 1.0, 1.0, 10.0, 10.0, 20.0, 5.0, 1.0, 2.0, 3.0, 3.0, 1.0),) * count
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_long_steps_follow_from_two_short_ones(schedule):
+    info, hardware = SCHEDULES[schedule], HARDWARE["H100"]
+    stages = 4 if info.stages_per_rank[1] == 1 else 8
+    edges = {(i, i + 1): (1e6, 1e6) for i in range(stages - 1)}
+
+    def step(count):
+        return predict(info(4, stages, count), equal_stages(stages), edges, hardware)
+
+    long, extended = step(40), _extended(step(8), 8, step(12), 12, 40)
+
+    assert extended.step_time == pytest.approx(long.step_time, rel=0.01)
+    assert extended.bubble == pytest.approx(long.bubble, abs=0.01)
+    assert extended.peak == pytest.approx(long.peak, rel=0.02)
+
+
+def test_parts_of_memory_add_up():
+    memory = Memory(1.0, 2.0, 3.0, 4.0, 5.0)
+
+    assert memory.total == 15.0
+
+
+def test_replicas_add_the_time_to_reduce_gradients():
+    program, hardware = SCHEDULES["1F1B"](2, 2, 4), HARDWARE["H100"]
+    stages = (StageNumbers(1.0, 1.0, 1.0, 1e9, 1e9, 2e9),) * 2
+    edges = {(0, 1): (1e6, 1e6)}
+
+    alone = predict(program, stages, edges, hardware)
+    eight = predict(program, stages, edges, hardware, width=8)
+
+    ring = hardware.intra.time(2 * 7 / 8 * 1e9)
+    assert eight.step_time - alone.step_time == pytest.approx(ring, rel=0.05)
+    assert eight.makespan == pytest.approx(alone.makespan, rel=0.01)

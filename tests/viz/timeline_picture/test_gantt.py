@@ -1,0 +1,193 @@
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from fxpipe.program import Kind, Timeline
+from fxpipe.program.generators import SCHEDULES
+from fxpipe.viz.drawing.numbers import Unit
+from fxpipe.viz.drawing.palette import LOOKS, shade
+from fxpipe.viz.drawing.scene import Area, Box, Label, Line, label_extent
+from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
+from fxpipe.viz.timeline_picture.spans import pack_lanes
+from tests.viz.timelines import lowered_timeline, sharded_timeline, timeline_of
+
+
+def narrow_scene():
+    options = Options(
+        title="a very long title, " * 20,
+        time=Unit("widgets per fortnight"),
+        memory=Unit("heaps of memory"),
+        width=400,
+        critical_path=True,
+    )
+    timeline = timeline_of("Interleaved1F1B")
+    return lay_out_timeline(timeline, options, measured=timeline)
+
+
+SCENES = {
+    name: partial(lambda name: lay_out_timeline(timeline_of(name), Options(title=name)), name)
+    for name in SCHEDULES
+}
+SCENES |= {
+    "lowered": lambda: lay_out_timeline(lowered_timeline("ZBVZeroBubble"), Options()),
+    "sharded": lambda: lay_out_timeline(sharded_timeline(), Options()),
+    "64 ranks": lambda: lay_out_timeline(timeline_of("1F1B", 64, 96), Options()),
+    "narrow": narrow_scene,
+}
+
+
+@pytest.fixture(params=SCENES)
+def scene(request):
+    return SCENES[request.param]()
+
+
+def test_everything_is_on_the_sheet(scene):
+    for item in scene.items:
+        if isinstance(item, Box):
+            left, top, right, bottom = item.x, item.y, item.x + item.width, item.y + item.height
+        elif isinstance(item, Label):
+            left, top, right, bottom = label_extent(item)
+        else:
+            xs, ys = zip(*item.points, strict=True)
+            left, top, right, bottom = min(xs), min(ys), max(xs), max(ys)
+        assert left >= -0.01 and top >= -0.01, item
+        assert right <= scene.width + 0.01 and bottom <= scene.height + 0.01, item
+
+
+def test_labels_do_not_overlap_each_other(scene):
+    places = [label_extent(item) for item in scene.items if isinstance(item, Label)]
+    places.sort()
+    for index, (left, top, right, bottom) in enumerate(places):
+        for other_left, other_top, _, other_bottom in places[index + 1 :]:
+            if other_left >= right - 0.01:
+                break
+            apart = other_top >= bottom - 0.01 or other_bottom <= top + 0.01
+            assert apart, ((left, top, right, bottom), (other_left, other_top))
+
+
+def test_labels_stay_in_their_boxes(scene):
+    kinds = {shade(kind, i, n) for kind in Kind for n in (1, 2) for i in range(n)}
+    boxes = [item for item in scene.items if isinstance(item, Box) and item.fill in kinds]
+    labels = [item for item in scene.items if isinstance(item, Label) and item.anchor == "middle"]
+    for label in labels:
+        left, top, right, bottom = label_extent(label)
+        for box in boxes:
+            if box.y <= label.y <= box.y + box.height and box.x <= label.x <= box.x + box.width:
+                assert left >= box.x - 0.01 and right <= box.x + box.width + 0.01
+                assert top >= box.y - 1 and bottom <= box.y + box.height + 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_is_a_box_of_its_length_with_letter_and_number(name):
+    timeline = timeline_of(name)
+    scene = lay_out_timeline(timeline, Options(tips=True))
+    tips = [item for item in scene.items if isinstance(item, Box) and item.tip]
+    per_time = (tips[-1].width + 0.8) / (timeline.spans[-1].end - timeline.spans[-1].start)
+    parts = [part for span in timeline.spans for part in span.action.parts or (span.action,)]
+
+    assert len(tips) == len(parts)
+    assert per_time > 0
+    labels = {item.text for item in scene.items if isinstance(item, Label)}
+    for part in parts:
+        assert f"{LOOKS[part.kind].letter}{part.microbatch}" in labels
+
+
+def test_boxes_of_a_rank_do_not_overlap():
+    scene = lay_out_timeline(timeline_of("ZBVZeroBubble"), Options())
+    rows = {}
+    for item in scene.items:
+        if isinstance(item, Box) and item.tip:
+            rows.setdefault(item.y, []).append((item.x, item.x + item.width))
+
+    assert len(rows) == 4
+    for boxes in rows.values():
+        boxes.sort()
+        assert all(a[1] <= b[0] + 0.01 for a, b in pairwise(boxes))
+
+
+def test_transfers_are_arrows_below_their_rank():
+    timeline = lowered_timeline("1F1B")
+
+    with_them = lay_out_timeline(timeline, Options())
+    without = lay_out_timeline(timeline, Options(show_transfers=False))
+
+    arrows = [item for item in with_them.items if isinstance(item, Area) and item.tip]
+    assert len(arrows) == sum(span.action.kind.is_transfer for span in timeline.spans)
+    assert all(len(item.points) == 5 for item in arrows)
+    assert not [item for item in without.items if isinstance(item, Area) and item.tip]
+    assert without.height < with_them.height
+
+
+def test_activations_and_gradients_point_different_ways():
+    scene = lay_out_timeline(lowered_timeline("1F1B"), Options())
+    arrows = [item for item in scene.items if isinstance(item, Area) and item.tip]
+
+    for arrow in arrows:
+        tip_x = arrow.points[2][0]
+        is_activation = "activation" in arrow.tip
+        assert tip_x == (max if is_activation else min)(x for x, _ in arrow.points)
+
+
+def test_lanes_hold_what_does_not_overlap():
+    timeline = lowered_timeline("ZBVZeroBubble")
+    spans = [span for span in timeline.of_rank(1) if span.action.kind.is_transfer]
+
+    lanes = pack_lanes(spans)
+
+    assert sorted(span for lane in lanes for span in lane) == sorted(spans)
+    assert len(lanes) > 1
+    for lane in lanes:
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lane))
+
+
+def test_critical_path_is_outlined_on_request():
+    timeline = timeline_of("1F1B")
+
+    plain = lay_out_timeline(timeline, Options())
+    marked = lay_out_timeline(timeline, Options(critical_path=True))
+
+    added = [item for item in marked.items if item not in plain.items]
+    outlines = [item for item in added if isinstance(item, Box)]
+    joints = [item for item in added if isinstance(item, Line)]
+    assert len(outlines) == len(timeline.critical_path)
+    changes = sum(a.rank != b.rank for a, b in pairwise(timeline.critical_path))
+    assert len(joints) == changes > 0
+
+
+def test_measured_rows_stand_below_the_simulated_ones():
+    simulated, measured = timeline_of("1F1B"), timeline_of("GPipe")
+
+    scene = lay_out_timeline(simulated, Options(), measured=measured)
+
+    names = [
+        item.text
+        for item in scene.items
+        if isinstance(item, Label) and item.text in ("measured", "rank 0", "rank 1")
+    ]
+    assert names[:4] == ["rank 0", "measured", "rank 1", "measured"]
+    dashed = [item for item in scene.items if isinstance(item, Line) and item.dash]
+    assert len(dashed) == 4
+
+
+def test_memory_curves_share_a_scale():
+    timeline = timeline_of("1F1B")
+    scene = lay_out_timeline(timeline, Options())
+
+    curves = [item for item in scene.items if isinstance(item, Area) and not item.tip]
+    heights = [max(y for _, y in c.points) - min(y for _, y in c.points) for c in curves]
+
+    assert [height / heights[0] * 4 for height in heights] == pytest.approx([4, 3, 2, 1])
+    labels = [item.text for item in scene.items if isinstance(item, Label)]
+    assert [text for text in labels if text.startswith("peak ")][-4:] == [
+        "peak 4",
+        "peak 3",
+        "peak 2",
+        "peak 1",
+    ]
+
+
+def test_timeline_without_spans_is_a_picture():
+    scene = lay_out_timeline(Timeline(2, (), ((), ()), ()), Options())
+
+    assert scene.width > 0

@@ -15,6 +15,7 @@ ALL = (
     "step_memory",
     "auto_split",
     "plan_accuracy",
+    "house",
 )
 
 

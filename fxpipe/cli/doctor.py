@@ -36,10 +36,8 @@ _EXTRAS = {
     "typer": "the command line",
     "rich": "the command line and colours",
     "graphviz": "pictures of single nodes",
-    "pillow": "PNG pictures",
+    "vl-convert-python": "PNG and PDF pictures",
     "transformers": "models named hf:...",
-    "safetensors": "checkpoints in safetensors",
-    "ortools": "optimal schedules of small programs",
 }
 _LIMIT = 300.0
 

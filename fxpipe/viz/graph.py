@@ -1,6 +1,6 @@
 """Draw pipes: stages, the modules in them, and what travels between them.
 
-SVG, PNG and PDF need no other program: `columns` lays stages out. Every single node
+`columns` lays stages out, without any other program. Every single node
 (depth "nodes") is laid out by Graphviz, which can also be asked for at any depth. DOT
 and Mermaid are text for other tools.
 """
@@ -14,21 +14,19 @@ from typing import Literal
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
+from fxpipe.viz.drawing.files import PICTURES, write_scene
 from fxpipe.viz.drawing.palette import Theme
-from fxpipe.viz.drawing.pdf import write_pdf
-from fxpipe.viz.drawing.png import write_png
 from fxpipe.viz.drawing.svg import write_svg
 from fxpipe.viz.pipe_picture.columns import lay_out_pipe
 from fxpipe.viz.pipe_picture.dot import write_dot
 from fxpipe.viz.pipe_picture.mermaid import write_mermaid
 from fxpipe.viz.pipe_picture.outline import Depth, make_outline
 
-__all__ = ["Engine", "draw_pipe", "pipe_dot", "pipe_mermaid", "pipe_svg"]
+__all__ = ["Engine", "draw_pipe", "pipe_dot", "pipe_svg"]
 
 Engine = Literal["columns", "dot"]
 
 _TEXTS = (".dot", ".gv", ".mmd", ".md")
-_PICTURES = (".svg", ".png", ".pdf")
 _MOST_STAGES_WITH_BLOCKS = 8
 
 
@@ -67,10 +65,10 @@ def draw_pipe(
     """
     path = Path(path)
     ending = path.suffix.lower()
-    if ending not in _TEXTS + _PICTURES:
+    if ending not in _TEXTS + PICTURES:
         raise FxpipeError(
             f"cannot draw a pipe as {path.name!r}: the name must end with one of "
-            f"{', '.join(_PICTURES + _TEXTS)}"
+            f"{', '.join(PICTURES + _TEXTS)}"
         )
     depth = _depth(pipe, depth)
     outline = make_outline(pipe, depth, flops=flops, times=times, sizes=sizes)
@@ -83,12 +81,7 @@ def draw_pipe(
     elif engine == "dot":
         path.write_bytes(render_dot(write_dot(outline, title=title), ending[1:], scale=scale))
     else:
-        scene = lay_out_pipe(outline, title=title)
-        if ending == ".svg":
-            path.write_text(write_svg(scene), encoding="utf-8")
-        else:
-            data = write_pdf(scene) if ending == ".pdf" else write_png(scene, scale=scale)
-            path.write_bytes(data)
+        write_scene(lay_out_pipe(outline, title=title), path, scale=scale)
     return path
 
 
@@ -126,19 +119,6 @@ def pipe_dot(
     """The pipe as DOT text; see `draw_pipe`."""
     outline = make_outline(pipe, _depth(pipe, depth), flops=flops, times=times, sizes=sizes)
     return write_dot(outline, title=title)
-
-
-def pipe_mermaid(
-    pipe: Pipe,
-    *,
-    depth: Depth | None = None,
-    flops: Sequence[float] | None = None,
-    times: Sequence[float] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> str:
-    """The pipe as Mermaid text; see `draw_pipe`."""
-    outline = make_outline(pipe, _depth(pipe, depth), flops=flops, times=times, sizes=sizes)
-    return write_mermaid(outline)
 
 
 def render_dot(text: str, ending: str, *, scale: float = 2.0) -> bytes:

@@ -1,4 +1,4 @@
-"""Draw timelines: SVG, PNG, trace events and text, by the ending of the file.
+"""Draw timelines: SVG, PNG, PDF, trace events and text, by the ending of the file.
 
 A `Timeline` may be simulated or measured; with `measured` the two are drawn one above
 the other. Times and bytes are shown in the unit that the caller names, since a
@@ -13,9 +13,8 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
+from fxpipe.viz.drawing.files import PICTURES, write_scene
 from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.pdf import write_pdf
-from fxpipe.viz.drawing.png import write_png
 from fxpipe.viz.drawing.svg import write_svg
 from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
 from fxpipe.viz.timeline_picture.terminal import timeline_text
@@ -30,7 +29,7 @@ __all__ = [
     "timeline_svg",
 ]
 
-_FORMATS = (".svg", ".png", ".pdf", ".json", ".txt")
+_FORMATS = (*PICTURES, ".json", ".txt")
 
 
 def draw_timeline(
@@ -66,8 +65,8 @@ def draw_timeline(
         edges: between stages, for the arrows in trace events; a chain if not given.
 
     Raises:
-        FxpipeError: the ending is unknown, `measured` has another number of ranks, or a PNG is
-            asked for and Pillow is not installed.
+        FxpipeError: the ending is unknown, `measured` has another number of ranks, or a PNG
+            or PDF is asked for and vl-convert is not installed.
     """
     path = Path(path)
     ending = path.suffix.lower()
@@ -100,11 +99,7 @@ def draw_timeline(
         show_transfers=transfers,
         critical_path=critical_path,
     )
-    scene = lay_out_timeline(timeline, options, measured=measured)
-    if ending == ".svg":
-        path.write_text(write_svg(scene), encoding="utf-8")
-    else:
-        path.write_bytes(write_pdf(scene) if ending == ".pdf" else write_png(scene, scale=scale))
+    write_scene(lay_out_timeline(timeline, options, measured=measured), path, scale=scale)
     return path
 
 

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from fxpipe.errors import FxpipeError
-from fxpipe.viz import draw_pipe, pipe_dot, pipe_mermaid, pipe_svg
+from fxpipe.viz import draw_pipe, pipe_dot, pipe_svg
 from tests.viz.pipes import pipe_of, sizes_of
 
 STARTS = {
@@ -49,7 +49,6 @@ def test_svg_says_what_there_is_at_every_depth(depth, engine, tmp_path):
 def test_few_stages_show_blocks_and_many_do_not():
     assert "subgraph cluster_3" in pipe_dot(pipe_of("gpt"))
     assert "subgraph" not in pipe_dot(pipe_of("gpt", 9))
-    assert "subgraph" in pipe_mermaid(pipe_of("gpt"))
     assert pipe_svg(pipe_of("gpt"), depth="blocks") == pipe_svg(pipe_of("gpt"))
 
 

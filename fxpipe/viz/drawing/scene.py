@@ -1,12 +1,12 @@
 """A picture as data: boxes, areas, lines and labels with fixed places.
 
-Layouts (timelines, stage graphs) make a `Scene`; `svg.write_svg` and `png.write_png`
-turn it into a file. Since everything has a place and every label a width, tests can
-check that no text leaves its box, and both formats show the same.
+Layouts (timelines, stage graphs) make a `Scene`; `files.write_scene` turns it into SVG,
+PNG or PDF. Since everything has a place and every label a width, tests can check that no
+text leaves its box.
 
 Widths are those of DejaVu Sans, the widest of the usual sans-serif fonts: a label
-that fits here fits with Helvetica, Arial or Liberation Sans too. Colours are any
-CSS colour for SVG and `#rrggbb` for PNG. The y axis points down.
+that fits here fits with Helvetica, Arial or Liberation Sans too. Colours are
+any CSS colour. The y axis points down.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ Boxes too narrow for that lose the stage, then the microbatch.
 from __future__ import annotations
 
 import math
-import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +23,7 @@ from fxpipe.viz.drawing.palette import INK, LOOKS, shade, shades
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["TimelineView", "print_timeline", "timeline_text"]
+__all__ = ["TimelineView", "timeline_text"]
 
 _FILL = {
     Kind.FORWARD: "-",
@@ -82,26 +80,6 @@ class TimelineView:
                 style = f"{INK} on {piece.colour}" if piece.colour else ""
                 text.append(piece.text, style="dim" if piece.is_faint else style)
             yield text
-
-
-def print_timeline(
-    timeline: Timeline,
-    *,
-    title: str = "",
-    time_unit: str = "",
-    memory_unit: str = "",
-    console: Console | None = None,
-) -> None:
-    """Print the timeline in colour with rich; as plain text where rich is not installed."""
-    try:
-        from rich.console import Console as RichConsole
-    except ImportError:
-        width = shutil.get_terminal_size().columns
-        units = {"time_unit": time_unit, "memory_unit": memory_unit}
-        sys.stdout.write(timeline_text(timeline, width=width, title=title, **units))
-        return
-    view = TimelineView(timeline, title, time_unit, memory_unit)
-    (console or RichConsole()).print(view)
 
 
 def _lines(

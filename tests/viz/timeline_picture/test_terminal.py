@@ -1,5 +1,4 @@
 import io
-import sys
 from textwrap import dedent
 
 import pytest
@@ -7,7 +6,7 @@ from rich.console import Console
 
 from fxpipe.program import Program, Timeline, simulate
 from fxpipe.program.generators import SCHEDULES
-from fxpipe.viz.timeline_picture.terminal import TimelineView, print_timeline, timeline_text
+from fxpipe.viz.timeline_picture.terminal import TimelineView, timeline_text
 from tests.viz.timelines import lowered_timeline, sharded_timeline, timeline_of
 
 
@@ -118,21 +117,3 @@ def test_colours_repeat_what_the_text_says():
     assert colour.getvalue().count("\x1b[38;2;27;31;36;48;2;") == len(timeline.spans)
     stripped = "\n".join(line.rstrip() for line in plain.getvalue().splitlines()) + "\n"
     assert stripped == timeline_text(timeline, width=100, title="ZBH1")
-
-
-def test_prints_without_rich(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.setenv("COLUMNS", "70")
-    timeline = timeline_of("1F1B", 2, 2)
-
-    print_timeline(timeline, time_unit="ms")
-
-    assert capsys.readouterr().out == timeline_text(timeline, width=70, time_unit="ms")
-
-
-def test_prints_with_rich():
-    file = io.StringIO()
-
-    print_timeline(timeline_of("1F1B", 2, 2), title="hello", console=Console(file=file, width=90))
-
-    assert file.getvalue().startswith("hello\nmakespan 9")

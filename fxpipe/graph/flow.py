@@ -13,6 +13,7 @@ its base is, and the view is taken again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -20,19 +21,19 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
+from fxpipe.graph.arguments import leaves_of
 from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.graph.capture.train_eval import ModeDependent
 from fxpipe.graph.dims import symbol
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.nested import branch, walk
+from fxpipe.graph.nested import branch
 from fxpipe.graph.record.graph_calls import ACCESS, Constant, Rebuild, given
-from fxpipe.graph.record.tape import last_part
 
 __all__ = [
     "Flow",
     "UnknownSizeError",
-    "accessor_of",
     "as_tensor",
     "is_free",
     "symbols_in",
@@ -40,15 +41,13 @@ __all__ = [
 ]
 
 
-def is_free(node: fx.Node) -> bool:
+def is_free(node: fx.Node, facts: Facts) -> bool:
     """Say whether a node belongs to no stage: it is taken wherever it is needed."""
+    while facts[node].is_part and node.op == "call_function":
+        node = node.args[0]  # type: ignore[assignment]
     if node.op in ("placeholder", "get_attr"):
         return True
-    if node.op != "call_function":
-        return False
-    if isinstance(node.target, (Constant, Rebuild)):
-        return True
-    return bool(node.meta.get("accessor")) and is_free(node.args[0])  # type: ignore[arg-type]
+    return node.op == "call_function" and isinstance(node.target, (Constant, Rebuild))
 
 
 def work_nodes(traced: TracedGraph) -> list[fx.Node]:
@@ -56,22 +55,15 @@ def work_nodes(traced: TracedGraph) -> list[fx.Node]:
     return [
         node
         for node in traced.graph.nodes
-        if node.op != "output" and node.target is not pipe_split and not is_free(node)
+        if node.op != "output" and node.target is not pipe_split and not is_free(node, traced.facts)
     ]
 
 
 def symbols_in(args: Any) -> Iterator[str]:
     """Yield the names of the sizes that graph arguments use."""
-    if isinstance(args, sympy.Basic):
-        for symbol in args.free_symbols:
-            yield symbol.name
-    elif isinstance(args, (tuple, list)):
-        for part in args:
-            yield from symbols_in(part)
-    elif isinstance(args, dict):
-        yield from symbols_in(tuple(args.values()))
-    elif isinstance(args, slice):
-        yield from symbols_in((args.start, args.stop, args.step))
+    for leaf in leaves_of(args):
+        if isinstance(leaf, sympy.Basic):
+            yield from (size.name for size in leaf.free_symbols)
 
 
 def as_tensor(value: Any) -> torch.Tensor:
@@ -88,6 +80,7 @@ class Flow:
 
     def __init__(self, traced: TracedGraph, stage_of: Mapping[str, int], num_stages: int) -> None:
         self.traced = traced
+        self.facts = traced.facts
         self.num_stages = num_stages
         self.output = next(n for n in traced.graph.nodes if n.op == "output")
         self.stage_of = _checked(traced, stage_of)
@@ -111,7 +104,7 @@ class Flow:
 
     def is_local(self, node: fx.Node, stage: int) -> bool:
         """Say whether a stage computes a node itself."""
-        if is_free(node):
+        if is_free(node, self.facts):
             return True
         if self.stage_of[node] == stage or node in self.repeated[stage]:
             return True
@@ -159,7 +152,7 @@ class Flow:
         sources = self.sources(node)
         if node in self.repeated[stage]:
             swap = self.stand_ins[stage]
-            untouched = node.meta.get("untouched", ())
+            untouched = self.facts[node].untouched
             sources = [swap.get(n, n) if n in untouched else n for n in sources]
         return sources
 
@@ -170,13 +163,13 @@ class Flow:
         if made is None:
             made = self._add(
                 self._behind_inputs(), "call_function", given, (placeholder,),
-                f"{placeholder.name}_sent", placeholder.meta["spec"],
+                f"{placeholder.name}_sent", self.facts[placeholder].spec,
             )  # fmt: skip
             self.stage_of[made] = first
         self.lent[stage][placeholder] = made
 
     def _first_stage(self, node: fx.Node) -> int | None:
-        if not is_free(node):
+        if not is_free(node, self.facts):
             return self.stage_of[node]
         if node.op != "placeholder":
             return None
@@ -198,15 +191,15 @@ class Flow:
     # -- mutation
 
     def _is_taken_again(self, node: fx.Node) -> bool:
-        storage = node.meta.get("storage")
-        if storage is None or not node.meta.get("is_view"):
+        known = self.facts[node]
+        if known.storage is None or not known.is_view:
             return False
-        return self._last_change.get(storage, -1) > self.stage_of[node]
+        return self._last_change.get(known.storage, -1) > self.stage_of[node]
 
     def _changes(self) -> dict[int, int]:
         last: dict[int, int] = {}
         for node, stage in self.stage_of.items():
-            for storage in node.meta.get("changes", ()):
+            for storage in self.facts[node].changes:
                 last[storage] = max(stage, last.get(storage, -1))
         return last
 
@@ -214,13 +207,13 @@ class Flow:
 
     def sendable(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors of a node's value, as nodes of the stage that makes it."""
-        spec = node.meta.get("spec")
+        spec = self.facts[node].spec
         if isinstance(spec, TensorSpec):
             self._check_known(node, spec)
             return [node]
         if isinstance(spec, ModeDependent):
             raise SplitError(
-                f"{node.name} ({node.meta.get('where')}) is {spec.training} in training and "
+                f"{node.name} ({self.facts[node].where}) is {spec.training} in training and "
                 f"{spec.evaluation} in evaluation, so it cannot cross a stage boundary; "
                 "move the split"
             )
@@ -232,7 +225,7 @@ class Flow:
         unknown = spec.symbols - set(self.traced.symbols)
         if unknown:
             raise UnknownSizeError(
-                f"the size of {node.name} ({node.meta.get('where')}), {spec}, depends on the data, "
+                f"the size of {node.name} ({self.facts[node].where}), {spec}, depends on the data, "
                 "so the next stage cannot know it in advance; move the split"
             )
 
@@ -240,35 +233,35 @@ class Flow:
         for user in node.users:
             if user.target is as_tensor:
                 return user
-        whole = node.meta["spec"].is_integer
+        whole = self.facts[node].spec.is_integer
         spec = TensorSpec((), torch.int64 if whole else torch.float64)
         return self._add(node, "call_function", as_tensor, (node,), f"{node.name}_value", spec)
 
     def _add(
         self, behind: fx.Node, op: str, target: Any, args: Any, name: str, spec: Any
     ) -> fx.Node:
-        with behind.graph.inserting_after(last_part(behind)):
+        with behind.graph.inserting_after(self.facts.last_part(behind)):
             made = behind.graph.create_node(op, target, args, {}, name)
-        made.meta.update({k: v for k, v in behind.meta.items() if k in ("owner", "where", "only")})
-        made.meta["spec"] = spec
+        known = self.facts[behind]
+        self.facts[made] = replace(known.origin, spec=spec, mode=known.mode)
         if behind in self.stage_of:
             self.stage_of[made] = self.stage_of[behind]
         return made
 
     def _parts(self, node: fx.Node) -> Iterator[fx.Node]:
         """Yield nodes for the tensors inside a node's value, writing them if need be."""
-        found = branch(node.meta.get("spec"))
+        found = branch(self.facts[node].spec)
         if found is None:
             return
         for (kind, key), child in zip(found.accessors, found.children, strict=True):
             if not isinstance(child, TensorSpec) and branch(child) is None:
                 continue
-            part = accessor_of(node, key)
+            part = self.facts.part(node, key)
             if part is None:
                 part = self._add(
                     node, "call_function", ACCESS[kind], (node, key), f"{node.name}_{key}", child
                 )
-                part.meta["accessor"] = True
+                self.facts.learn(part, is_part=True)
             if isinstance(child, TensorSpec):
                 self._check_known(part, child)
                 yield part
@@ -283,7 +276,7 @@ class Flow:
 
     def _note_sizes(self) -> None:
         for node in self.traced.graph.nodes:
-            spec = node.meta.get("spec")
+            spec = self.facts[node].spec
             if isinstance(spec, TensorSpec):
                 for dim, size in enumerate(spec.shape):
                     if isinstance(size, sympy.Symbol):
@@ -295,17 +288,23 @@ class Flow:
         """Return the sizes that a stage uses before it has a tensor to read them off."""
         local = set(local)
         known = {*received, *(node for node in local if node.op == "placeholder")}
-        have = {name for node in known for name in _plain_sizes(node)}
+        have = {name for node in known for name in self._plain_sizes(node)}
         missing: set[str] = set()
         for node in self.traced.graph.nodes:
             if node in local:
                 used = set(symbols_in((node.args, node.kwargs)))
                 missing |= used - have - self._numbers.keys()
-                have |= set(_plain_sizes(node))
-                if node.meta.get("only") is not None:
-                    for _, spec in walk(node.meta.get("spec")):
-                        missing |= _spec_symbols(spec) - have
+                have |= set(self._plain_sizes(node))
+                if self.facts[node].mode is not None:
+                    for spec in self.facts.tensors(node):
+                        missing |= spec.symbols - have
         return missing
+
+    def _plain_sizes(self, node: fx.Node) -> list[str]:
+        spec = self.facts[node].spec
+        if not isinstance(spec, TensorSpec):
+            return []
+        return [size.name for size in spec.shape if isinstance(size, sympy.Symbol)]
 
     def _size_node(self, name: str, stage: int) -> fx.Node:
         for node, dim in self._where_sizes.get(name, []):
@@ -315,7 +314,7 @@ class Flow:
             for user in node.users:
                 if user.target == "size" and user.args[1:] == (dim,) and user in self.stage_of:
                     return user
-            behind = self._behind_inputs() if is_free(node) else node
+            behind = self._behind_inputs() if is_free(node, self.facts) else node
             made = self._add(behind, "call_method", "size", (node, dim), name, symbol(name))
             self.stage_of[made] = made_in
             return made
@@ -324,30 +323,11 @@ class Flow:
         )
 
 
-def accessor_of(node: fx.Node, key: Any) -> fx.Node | None:
-    """Return the node that takes one part of another node's value, if there is one."""
-    for user in node.users:
-        if user.meta.get("accessor") and user.args[0] is node and user.args[1:] == (key,):
-            return user
-    return None
-
-
-def _plain_sizes(node: fx.Node) -> list[str]:
-    spec = node.meta.get("spec")
-    if not isinstance(spec, TensorSpec):
-        return []
-    return [size.name for size in spec.shape if isinstance(size, sympy.Symbol)]
-
-
-def _spec_symbols(spec: Any) -> frozenset[str]:
-    return spec.symbols if isinstance(spec, TensorSpec) else frozenset()
-
-
 def _checked(traced: TracedGraph, stage_of: Mapping[str, int]) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
     missing: list[str] = []
     for node in work_nodes(traced):
-        if node.meta.get("accessor"):
+        if traced.facts[node].is_part:
             found[node] = found[node.args[0]]  # type: ignore[index]
         elif node.name in stage_of:
             found[node] = stage_of[node.name]

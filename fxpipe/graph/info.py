@@ -148,7 +148,7 @@ class SavedSplit:
         """
         names = {node.name for node in traced.graph.nodes}
         gone = sorted(set(self.stage_of) - names)
-        needed = [n.name for n in work_nodes(traced) if not n.meta.get("accessor")]
+        needed = [n.name for n in work_nodes(traced) if not traced.facts[n].is_part]
         new = [name for name in needed if name not in self.stage_of]
         if new or gone:
             lines = [f"  not in the plan: {_some(new)}"] if new else []

@@ -17,6 +17,7 @@ from fxpipe.graph.capture.capture import TracedGraph, capture
 from fxpipe.graph.capture.opening import ancestors, choose_opened
 from fxpipe.graph.cut.cut import Assignment, by_markers, cut
 from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.flops import forward_flops
 from fxpipe.graph.flow import UnknownSizeError
 from fxpipe.graph.info import PipeInfo
@@ -36,6 +37,7 @@ class Stage:
     index: int
     module: StageModule
     interface: StageInterface
+    facts: Facts
 
 
 class Pipe:
@@ -51,6 +53,7 @@ class Pipe:
                 StageInterface(
                     index, graph.received, graph.model_inputs, graph.sent, _state_of(made)
                 ),
+                graph.facts,
             )
             for index, (graph, made) in enumerate(zip(graphs, modules, strict=True))
         )

@@ -26,6 +26,7 @@ from torch import fx, nn
 from fxpipe.errors import FxpipeError, SplitError, TraceError
 from fxpipe.graph.capture.dtype_following import cast_inputs, dtypes_to_follow, link_dtypes
 from fxpipe.graph.capture.train_eval import merge_modes
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
@@ -53,21 +54,18 @@ _log = logging.getLogger(__name__)
 class TracedGraph:
     """A model as a graph of leaf calls and torch functions.
 
-    Every node with tensors in its output has `meta["spec"]`: the output with a
-    `TensorSpec` for each tensor. Sizes among the arguments are sympy expressions.
+    `facts` says what is known about each node. Sizes among the arguments are sympy
+    expressions.
     """
 
     module: nn.Module
     graph: fx.Graph
+    facts: Facts
     inputs: InputSignature
     symbols: tuple[str, ...]
     hints: Mapping[str, int]
     opened: frozenset[str]
     autocast: bool
-
-    def node_specs(self) -> dict[str, Any]:
-        """Return the output spec of each node, by node name."""
-        return {node.name: node.meta.get("spec") for node in self.graph.nodes}
 
 
 def capture(
@@ -225,13 +223,16 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
         ]
         return _capture(task, wishes.without(fixed))
     _check_refusals(training.graph, evaluation.graph)
-    merge_modes(training.graph.graph, evaluation.graph.graph)
+    merge_modes(
+        training.graph.graph, training.graph.facts,
+        evaluation.graph.graph, evaluation.graph.facts,
+    )  # fmt: skip
     return _joined(training.graph, evaluation.graph)
 
 
 def _follow_dtypes(task: _Task, wishes: Wishes, training: bool | None, traced: TracedGraph) -> None:
     """Have dtypes that opened code read off a tensor follow it; see `dtypes`."""
-    cast = dtypes_to_follow(traced.graph)
+    cast = dtypes_to_follow(traced.graph, traced.facts)
     if not cast:
         return
     try:
@@ -239,7 +240,7 @@ def _follow_dtypes(task: _Task, wishes: Wishes, training: bool | None, traced: T
     except Exception as error:
         _log.info("the model does not run as %s; its dtypes are fixed: %s", cast, error)
         return
-    if not link_dtypes(task.module, traced.graph, other.graph, cast):
+    if not link_dtypes(task.module, traced.graph, traced.facts, other.graph, cast):
         _log.info("the model is another graph as %s; its dtypes are fixed", cast)
 
 
@@ -322,7 +323,6 @@ def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
     for name, value in fakes.items():
         if any(isinstance(leaf, torch.Tensor) for _, leaf in walk(value)):
             node = trace.tape.graph.placeholder(name)
-            node.meta["input"] = True
             trace.tape.adopt(node, value)
 
 
@@ -361,12 +361,11 @@ def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
 def _finished(
     task: _Task, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any], wishes: Wishes
 ) -> TracedGraph:
-    module, graph = task.module, trace.tape.graph
+    module, graph, facts = task.module, trace.tape.graph, trace.tape.facts
     describe = functools.partial(_described, sizes, trace.tape.trace_devices)
     for node in graph.nodes:
-        if "val" in node.meta:
-            value = node.meta.pop("val")
-            node.meta["spec"] = map_leaves(describe, value)
+        if node in trace.tape.values:
+            facts.learn(node, spec=map_leaves(describe, trace.tape.values[node]))
         node.args = sizes.plain_arguments(node.args)
         node.kwargs = sizes.plain_arguments(node.kwargs)
     example = spec_inputs(fakes, sizes.spec)
@@ -377,7 +376,7 @@ def _finished(
         wishes.outcome(example, sizes.place),
     )
     return TracedGraph(
-        module, graph, signature, sizes.free(), sizes.hints(), frozenset(task.opened),
+        module, graph, facts, signature, sizes.free(), sizes.hints(), frozenset(task.opened),
         _autocast_is_on(),
     )  # fmt: skip
 

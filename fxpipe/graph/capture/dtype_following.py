@@ -12,14 +12,16 @@ Out: the first graph, with a node in place of each constant that follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.arguments import leaves_of, map_pairs
+from fxpipe.graph.facts import Ambient, Facts
+from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.record.graph_calls import TracedDtype, dtype_of
 
 __all__ = [
@@ -27,10 +29,8 @@ __all__ = [
     "cast_inputs",
     "dtypes_to_follow",
     "function_name",
-    "has_gradient",
     "keeps_parameter_dtype",
     "link_dtypes",
-    "specs_of",
 ]
 
 HEAVY = ("matmul", "mm", "bmm", "linear", "conv", "einsum", "attention", "addmm", "baddbmm")
@@ -43,12 +43,12 @@ _OTHER = {
 }
 
 
-def dtypes_to_follow(graph: fx.Graph) -> dict[torch.dtype, torch.dtype]:
+def dtypes_to_follow(graph: fx.Graph, facts: Facts) -> dict[torch.dtype, torch.dtype]:
     """Return the dtypes that opened code may have read off a tensor, and others to try."""
     found: dict[torch.dtype, torch.dtype] = {}
     for node in graph.nodes:
-        read: Mapping[torch.dtype, Any] = node.meta.get("dtypes", {})
-        for value in _constants((node.args, node.kwargs)) if read else ():
+        read = facts[node].dtypes_read
+        for value in leaves_of((node.args, node.kwargs)) if read else ():
             for dtype in read:
                 if dtype in _OTHER and (value is dtype or _limit(value, dtype) is not None):
                     found[dtype] = _OTHER[dtype]
@@ -68,7 +68,11 @@ def cast_inputs(named: Mapping[str, Any], cast: Mapping[torch.dtype, torch.dtype
 
 
 def link_dtypes(
-    module: nn.Module, ours: fx.Graph, theirs: fx.Graph, cast: Mapping[torch.dtype, torch.dtype]
+    module: nn.Module,
+    ours: fx.Graph,
+    facts: Facts,
+    theirs: fx.Graph,
+    cast: Mapping[torch.dtype, torch.dtype],
 ) -> bool:
     """Have what differs follow the model; False if the graphs do not compare."""
     pairs = list(zip(ours.nodes, theirs.nodes, strict=False))
@@ -76,7 +80,7 @@ def link_dtypes(
         (a.op, function_name(a)) != (b.op, function_name(b)) for a, b in pairs
     ):
         return False
-    link = _Link(module, cast)
+    link = _Link(module, facts, cast)
     for a, b in pairs:
         a.args = link.argument(a.args, b.args, a)
         a.kwargs = link.argument(a.kwargs, b.kwargs, a)
@@ -84,35 +88,36 @@ def link_dtypes(
 
 
 class _Link:
-    def __init__(self, module: nn.Module, cast: Mapping[torch.dtype, torch.dtype]) -> None:
+    def __init__(
+        self, module: nn.Module, facts: Facts, cast: Mapping[torch.dtype, torch.dtype]
+    ) -> None:
         self._module = module
+        self._facts = facts
         self._cast = cast
 
     def argument(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
-        if isinstance(ours, (tuple, list)) and type(ours) is type(theirs):
-            parts = [self.argument(a, b, node) for a, b in zip(ours, theirs, strict=False)]
-            return type(ours)(parts) if len(ours) == len(theirs) else ours
-        if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-            return {key: self.argument(ours[key], theirs[key], node) for key in ours}
-        for dtype, other in self._cast.items():
-            if ours is dtype and theirs is other:
-                return self._following(node, dtype, None)
-            limit = _limit(ours, dtype)
-            if limit is not None and theirs == getattr(torch.finfo(other), limit):
-                return self._following(node, dtype, limit)
-        return ours
+        def one(ours: Any, theirs: Any) -> Any:
+            for dtype, other in self._cast.items():
+                if ours is dtype and theirs is other:
+                    return self._following(node, dtype, None)
+                limit = _limit(ours, dtype)
+                if limit is not None and theirs == getattr(torch.finfo(other), limit):
+                    return self._following(node, dtype, limit)
+            return ours
+
+        return map_pairs(one, ours, theirs)
 
     def _following(self, node: fx.Node, dtype: torch.dtype, limit: str | None) -> fx.Node:
-        source: fx.Node | None = node.meta.get("dtypes", {}).get(dtype)
+        source = self._facts[node].dtypes_read.get(dtype)
         with node.graph.inserting_before(node):
-            if source is None or keeps_parameter_dtype(self._module, source):
+            if source is None or keeps_parameter_dtype(self._module, self._facts, source):
                 target: Any = TracedDtype(dtype, limit)
                 made = node.graph.create_node("call_function", target, (), {})
             else:
                 args: Any = (source, limit)
                 made = node.graph.create_node("call_function", dtype_of, args, {})
-        made.meta.update({k: v for k, v in node.meta.items() if k in ("owner", "where")})
-        made.meta["spec"] = dtype if limit is None else getattr(torch.finfo(dtype), limit)
+        value = dtype if limit is None else getattr(torch.finfo(dtype), limit)
+        self._facts[made] = replace(self._facts[node].origin, spec=value)
         return made
 
 
@@ -122,39 +127,23 @@ def _limit(value: Any, dtype: torch.dtype) -> str | None:
     return next((key for key in _LIMITS if getattr(torch.finfo(dtype), key) == value), None)
 
 
-def _constants(args: Any) -> Iterator[Any]:
-    if isinstance(args, (tuple, list)):
-        for part in args:
-            yield from _constants(part)
-    elif isinstance(args, dict):
-        yield from _constants(tuple(args.values()))
-    else:
-        yield args
-
-
-def keeps_parameter_dtype(module: nn.Module, node: fx.Node) -> bool:
+def keeps_parameter_dtype(module: nn.Module, facts: Facts, node: fx.Node) -> bool:
     """Say whether a value has the dtype of the parameters, whatever autocast does."""
     if node.op == "call_module":
         return isinstance(module.get_submodule(str(node.target)), nn.Embedding)
-    if node.op not in ("call_method", "call_function") or "ambient" in node.meta:
+    if node.op not in ("call_method", "call_function") or facts[node].ambient != Ambient():
         return False
-    inputs = [n for n in node.all_input_nodes if has_gradient(n)]
+    inputs = [n for n in node.all_input_nodes if facts.has_gradient(n)]
     name = function_name(node)
     is_heavy = any(word in name for word in HEAVY) or name in ("to", "float", "half", "bfloat16")
-    return bool(inputs) and not is_heavy and all(keeps_parameter_dtype(module, n) for n in inputs)
+    return (
+        bool(inputs)
+        and not is_heavy
+        and all(keeps_parameter_dtype(module, facts, n) for n in inputs)
+    )
 
 
 def function_name(node: fx.Node) -> str:
     """Return the name of what a node calls."""
     target: Any = node.target
     return target if isinstance(target, str) else getattr(target, "__name__", "")
-
-
-def specs_of(node: fx.Node) -> Iterable[TensorSpec]:
-    """Return the specs of the tensors in a node's value."""
-    return (leaf for _, leaf in walk(node.meta.get("spec")) if isinstance(leaf, TensorSpec))
-
-
-def has_gradient(node: fx.Node) -> bool:
-    """Say whether a gradient can come back through a node's value."""
-    return any(spec.requires_grad for spec in specs_of(node))

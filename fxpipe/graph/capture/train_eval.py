@@ -6,7 +6,7 @@ module whose code it was, read when the stage runs:
 
     F.dropout(x, 0.1, True) / F.dropout(x, 0.1, False)  ->  F.dropout(x, 0.1, training)
     an argument that differs                            ->  choose(training, a, b)
-    a call that happens in one mode only                ->  a node with meta["only"]
+    a call that happens in one mode only                ->  a node of one mode
 
 Whatever way the two lists of nodes are lined up, the result is right: a node runs
 in the mode it was traced in, with the arguments of that mode. Lining them up well
@@ -24,10 +24,11 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.arguments import map_pairs
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.graph_calls import Constant, Rebuild
-from fxpipe.graph.record.tape import last_part
 
 __all__ = ["TrainingFlag", "choose", "merge_modes"]
 
@@ -47,18 +48,22 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     return in_training if training else in_evaluation
 
 
-def merge_modes(training: fx.Graph, evaluation: fx.Graph) -> None:
+def merge_modes(training: fx.Graph, facts: Facts, evaluation: fx.Graph, their_facts: Facts) -> None:
     """Change the graph of a trace in training mode so that it also evaluates.
 
     Raises:
         TraceError: the two modes differ in a way that one graph cannot express.
     """
-    _Merge(training, evaluation).run()
+    _Merge(training, facts, evaluation, their_facts).run()
 
 
 class _Merge:
-    def __init__(self, training: fx.Graph, evaluation: fx.Graph) -> None:
+    def __init__(
+        self, training: fx.Graph, facts: Facts, evaluation: fx.Graph, their_facts: Facts
+    ) -> None:
         self._graph = training
+        self._facts = facts
+        self._their_facts = their_facts
         self._ours = list(training.nodes)
         self._theirs = list(evaluation.nodes)
         # From nodes of the evaluation graph to nodes of the result.
@@ -67,7 +72,10 @@ class _Merge:
 
     def run(self) -> None:
         matcher = difflib.SequenceMatcher(
-            None, [_key(n) for n in self._ours], [_key(n) for n in self._theirs], autojunk=False
+            None,
+            [_key(n, self._facts) for n in self._ours],
+            [_key(n, self._their_facts) for n in self._theirs],
+            autojunk=False,
         )
         for tag, our_start, our_end, their_start, their_end in matcher.get_opcodes():
             if tag == "equal":
@@ -86,26 +94,32 @@ class _Merge:
         with self._graph.inserting_before(ours):
             ours.args = self._joined(ours.args, theirs.args, ours)
             ours.kwargs = self._joined(ours.kwargs, theirs.kwargs, ours)
-        ours.meta["spec"] = self._joined_spec(ours, theirs)
-        if theirs.meta.get("ambient") != ours.meta.get("ambient"):
+        known, other = self._facts[ours], self._their_facts[theirs]
+        self._facts.learn(ours, spec=self._common(known.spec, other.spec))
+        if other.ambient != known.ambient:
             raise TraceError(
-                f"{ours.name} at {ours.meta.get('where')} runs under different autocast or "
+                f"{ours.name} at {known.where} runs under different autocast or "
                 "gradient settings in training and in evaluation\n"
                 "keep this code inside a submodule that is not split"
             )
 
     def _only_here(self, node: fx.Node) -> None:
         if node.op not in ("placeholder", "get_attr", "output"):
-            node.meta["only"] = True
+            self._facts.learn(node, mode=True)
 
     def _insert(self, node: fx.Node, before: fx.Node) -> None:
         with self._graph.inserting_before(before):
             made = self._graph.create_node(
                 node.op, node.target, self._mapped(node.args), self._mapped(node.kwargs), node.name
             )
-        made.meta.update(node.meta)
-        if node.op not in ("placeholder", "get_attr", "output"):
-            made.meta["only"] = False
+        known = self._their_facts[node]
+        is_work = node.op not in ("placeholder", "get_attr", "output")
+        self._facts[made] = dataclasses.replace(
+            known,
+            mode=False if is_work else None,
+            untouched=tuple(self._counterpart[n] for n in known.untouched),
+            dtypes_read={},
+        )
         self._counterpart[node] = made
 
     def _mapped(self, args: Any) -> Any:
@@ -113,30 +127,28 @@ class _Merge:
 
     def _joined(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
         """Return an argument that is `ours` in training and `theirs` in evaluation."""
-        if isinstance(theirs, fx.Node):
-            mapped = self._counterpart[theirs]
-            return ours if mapped is ours else self._chosen(ours, mapped, node)
-        if isinstance(ours, (tuple, list)) and type(ours) is type(theirs):
-            if len(ours) == len(theirs):
-                parts = [self._joined(a, b, node) for a, b in zip(ours, theirs, strict=True)]
-                return type(ours)(parts)
-        elif isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-            return {key: self._joined(ours[key], theirs[key], node) for key in ours}
-        elif type(ours) is type(theirs) and repr(ours) == repr(theirs):
-            return ours
-        if ours is True and theirs is False:
-            return TrainingFlag(node.meta.get("owner") or "")
-        return self._chosen(ours, self._mapped(theirs), node)
+
+        def one(ours: Any, theirs: Any) -> Any:
+            if isinstance(theirs, fx.Node):
+                mapped = self._counterpart[theirs]
+                return ours if mapped is ours else self._chosen(ours, mapped, node)
+            if type(ours) is type(theirs) and repr(ours) == repr(theirs):
+                return ours
+            if ours is True and theirs is False:
+                return TrainingFlag(self._facts[node].owner)
+            return self._chosen(ours, self._mapped(theirs), node)
+
+        return map_pairs(one, ours, theirs)
 
     def _chosen(self, ours: Any, theirs: Any, node: fx.Node) -> fx.Node:
-        flag = TrainingFlag(node.meta.get("owner") or "")
+        flag = TrainingFlag(self._facts[node].owner)
         pair = (ours, theirs) if isinstance(ours, fx.Node) and isinstance(theirs, fx.Node) else None
         if pair in self._choices:
             return self._choices[pair]
         # Choose as soon as both are known: a cut may come before the first use.
         place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if pair is not None:
-            last = last_part(max(pair))
+            last = self._facts.last_part(max(pair))
             # A part of one of them may be what is written now.
             before = last is node or node < last
             place = (
@@ -147,16 +159,13 @@ class _Merge:
             made = self._graph.create_node("call_function", choose, chosen, {})
         if pair is not None:
             self._choices[pair] = made
-        made.meta.update({key: node.meta[key] for key in ("owner", "where") if key in node.meta})
-        left = ours.meta.get("spec") if isinstance(ours, fx.Node) else ours
-        right = theirs.meta.get("spec") if isinstance(theirs, fx.Node) else theirs
-        made.meta["spec"] = self._common(left, right, made)
+        left = self._facts[ours].spec if isinstance(ours, fx.Node) else ours
+        right = self._facts[theirs].spec if isinstance(theirs, fx.Node) else theirs
+        spec = self._common(left, right)
+        self._facts[made] = dataclasses.replace(self._facts[node].origin, spec=spec)
         return made
 
-    def _joined_spec(self, ours: fx.Node, theirs: fx.Node) -> Any:
-        return self._common(ours.meta.get("spec"), theirs.meta.get("spec"), ours)
-
-    def _common(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+    def _common(self, ours: Any, theirs: Any) -> Any:
         """Return the spec for both modes; a gradient in either is a gradient."""
         if isinstance(ours, TensorSpec) and isinstance(theirs, TensorSpec):
             if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
@@ -173,14 +182,12 @@ class ModeDependent:
     evaluation: TensorSpec
 
 
-def _key(node: fx.Node) -> Hashable:
+def _key(node: fx.Node, facts: Facts) -> Hashable:
     target: Any = node.target
     if isinstance(target, (Rebuild, Constant)):
         target = (type(target), target.__name__)
     if node.op == "output":
         return "output"
-    return (node.op, target, len(node.args), node.meta.get("owner"), _shape(node))
-
-
-def _shape(node: fx.Node) -> Hashable:
-    return tuple(path for path, _ in walk(node.meta.get("spec")))
+    known = facts[node]
+    shape = tuple(path for path, _ in walk(known.spec))
+    return (node.op, target, len(node.args), known.owner, shape)

@@ -14,61 +14,56 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from fxpipe.graph.facts import Facts, Region
 from fxpipe.graph.record.graph_calls import after, given
 
-__all__ = ["Region", "with_checkpoints"]
+__all__ = ["with_checkpoints"]
 
 
-class Region:
-    """One `checkpoint()` of the traced run, with its options."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = dict(options)
-
-
-def with_checkpoints(graph: fx.Graph, depth: int = 0) -> fx.Graph:
+def with_checkpoints(graph: fx.Graph, facts: Facts, depth: int = 0) -> fx.Graph:
     """Return the graph with a single call for the nodes of each region."""
     nodes = list(graph.nodes)
-    if not any(_region(node, depth) for node in nodes):
+    if not any(_region(node, facts, depth) for node in nodes):
         return graph
-    writer = _Writer(depth)
+    writer = _Writer(facts, depth)
     start = 0
     while start < len(nodes):
-        region = _region(nodes[start], depth)
+        region = _region(nodes[start], facts, depth)
         if region is None:
             writer.copy(nodes[start])
             start += 1
         else:
-            end = _end(nodes, start, region, depth)
+            end = _end(nodes, facts, start, region, depth)
             writer.call(region, nodes[start:end])
             start = end
     return writer.graph
 
 
-def _region(node: fx.Node, depth: int) -> Region | None:
+def _region(node: fx.Node, facts: Facts, depth: int) -> Region | None:
     """Return the region that a node with work to do belongs to."""
     if node.op not in ("call_module", "call_method", "call_function"):
         return None
-    if node.target in (after, given) or node.meta.get("accessor"):
+    if node.target in (after, given) or facts[node].is_part:
         return None
-    regions: Sequence[Region] = node.meta.get("checkpoint", ())
+    regions = facts[node].regions
     return regions[depth] if len(regions) > depth else None
 
 
-def _end(nodes: Sequence[fx.Node], start: int, region: Region, depth: int) -> int:
+def _end(nodes: Sequence[fx.Node], facts: Facts, start: int, region: Region, depth: int) -> int:
     end = start + 1
     for index in range(start, len(nodes)):
-        found = _region(nodes[index], depth)
+        found = _region(nodes[index], facts, depth)
         if found is region:
             end = index + 1
         elif found is not None:
             break
-    while end < len(nodes) and nodes[end].meta.get("accessor"):
+    while end < len(nodes) and facts[nodes[end]].is_part:
         end += 1
     return end
 
@@ -76,8 +71,9 @@ def _end(nodes: Sequence[fx.Node], start: int, region: Region, depth: int) -> in
 class _Writer:
     """Copies a graph, region by region."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, facts: Facts, depth: int) -> None:
         self.graph = fx.Graph()
+        self._facts = facts
         self._depth = depth
         self._copies: dict[fx.Node, fx.Node] = {}
 
@@ -94,17 +90,16 @@ class _Writer:
             body.add(node)
         inside = set(work)
         results = [node for node in work if any(user not in inside for user in node.users)]
-        inner = with_checkpoints(body.finish(results), self._depth + 1)
+        inner = with_checkpoints(body.finish(results), self._facts, self._depth + 1)
         inputs = tuple(self._copies.get(node, node) for node in body.inputs)
         made = self.graph.create_node(
             "call_function", Checkpointed(inner, region.options), inputs, {}, "checkpoint"
         )
-        made.meta.update({k: v for k, v in work[0].meta.items() if k in ("owner", "where")})
+        self._facts[made] = self._facts[work[0]].origin
         for index, node in enumerate(results):
             args: Any = (made, index)
             part = self.graph.create_node("call_function", operator.getitem, args, {}, node.name)
-            part.meta.update({k: v for k, v in node.meta.items() if k != "checkpoint"})
-            part.meta["accessor"] = True
+            self._facts[part] = replace(self._facts[node], is_part=True, regions=())
             self._copies[node] = part
 
     def _module(self, name: str) -> fx.Node:
@@ -135,9 +130,7 @@ class _Body:
             self._modules[name] = self._get_module(name)
         args = (self._get(self._modules[name]), *fx.map_arg(node.args, self._get))
         kwargs = fx.map_arg(node.kwargs, self._get)
-        made = self._graph.create_node("call_function", call, args, kwargs, node.name)
-        made.meta.update(node.meta)
-        self._copies[node] = made
+        self._copies[node] = self._graph.create_node("call_function", call, args, kwargs, node.name)
 
     def _get(self, node: fx.Node) -> fx.Node:
         if node in self._copies:

@@ -25,6 +25,7 @@ from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.record.constant_values import RANDOM
+from fxpipe.graph.source_line import Place
 
 __all__ = ["Assignment", "by_markers", "cut"]
 
@@ -58,18 +59,18 @@ def by_markers(traced: TracedGraph) -> Assignment:
     for node in traced.graph.nodes:
         if node.target is pipe_split:
             if not stage_of:
-                raise SplitError(_empty("before", node))
+                raise SplitError(_empty("before", traced.facts[node].where))
             stage, is_empty, last = stage if is_empty else stage + 1, True, node
-        elif node.op != "output" and not is_free(node):
+        elif node.op != "output" and not is_free(node, traced.facts):
             stage_of[node.name], is_empty = stage, False
     if last is not None and is_empty:
-        raise SplitError(_empty("after", last))
+        raise SplitError(_empty("after", traced.facts[last].where))
     return Assignment(stage_of)
 
 
-def _empty(where: str, node: fx.Node) -> str:
+def _empty(where: str, place: Place | None) -> str:
     return (
-        f"a split point at {node.meta.get('where')} would make an empty stage: "
+        f"a split point at {place} would make an empty stage: "
         f"nothing runs {where} it\nremove it, or move it between two modules"
     )
 
@@ -90,6 +91,10 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
     for stage, found in enumerate(needs):
         for node in found:
             targets.setdefault(node, []).append(stage)
+
+    def port(node: fx.Node) -> Port:
+        return Port(node.name, traced.facts[node].spec)
+
     order = {node: index for index, node in enumerate(traced.graph.nodes)}
     graphs = []
     for stage in range(flow.num_stages):
@@ -101,8 +106,8 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
                 writer.copy(node)
         graphs.append(
             writer.finish(
-                tuple(Received(_port(node), flow.stage_of[node]) for node in received),
-                tuple(Sent(_port(node), tuple(targets[node])) for node in sent),
+                tuple(Received(port(node), flow.stage_of[node]) for node in received),
+                tuple(Sent(port(node), tuple(targets[node])) for node in sent),
                 flow.output if stage == flow.num_stages - 1 else sent,
                 tuple(repeated[stage]),
             )
@@ -138,7 +143,3 @@ def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, i
         if node.op == "call_module":
             latest = max(latest, stage_of[node.name])
     return stage_of
-
-
-def _port(node: fx.Node) -> Port:
-    return Port(node.name, node.meta["spec"])

@@ -16,13 +16,7 @@ import dataclasses
 
 from torch import fx, nn
 
-from fxpipe.graph.capture.dtype_following import (
-    HEAVY,
-    function_name,
-    has_gradient,
-    keeps_parameter_dtype,
-    specs_of,
-)
+from fxpipe.graph.capture.dtype_following import HEAVY, function_name, keeps_parameter_dtype
 from fxpipe.graph.flow import Flow, is_free
 from fxpipe.graph.interface import TensorSpec
 
@@ -64,7 +58,7 @@ class _Chain:
 
 def _is_worth_it(flow: Flow, node: fx.Node, stage: int, chain: _Chain) -> bool:
     extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
-    if any(not isinstance(read.meta["spec"], TensorSpec) for read in extra):
+    if any(not isinstance(flow.facts[read].spec, TensorSpec) for read in extra):
         return False
     if any(not _is_read_earlier(flow, read, stage) for read in extra):
         return False
@@ -88,14 +82,14 @@ def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _C
             chain.reads.add(current)
         elif current.op == "get_attr":
             return None
-        elif is_free(current):
+        elif is_free(current, flow.facts):
             stack.extend(current.all_input_nodes)
         elif not _is_repeatable(flow, current) or len(chain.nodes) > _LARGEST_CHAIN:
             return None
         else:
             chain.nodes.add(current)
             for source in flow.sources(current):
-                if source in current.meta.get("untouched", ()):
+                if source in flow.facts[current].untouched:
                     stand_in = _stand_in(flow, source, received)
                     if stand_in is not None:
                         chain.stand_ins[source] = stand_in
@@ -110,19 +104,20 @@ def _stand_in(flow: Flow, node: fx.Node, received: list[fx.Node]) -> fx.Node | N
     Only for values whose dtype is that of the parameters whatever autocast does, so
     that the stand-in can be given the right dtype when the stage runs.
     """
-    if not keeps_parameter_dtype(flow.traced.module, node):
+    if not keeps_parameter_dtype(flow.traced.module, flow.facts, node):
         return None
-    spec: TensorSpec = node.meta["spec"]
+    spec: TensorSpec = flow.facts[node].spec
     for other in received:
-        found = other.meta["spec"]
+        found = flow.facts[other].spec
         if found.requires_grad and (found.shape, found.dtype) == (spec.shape, spec.dtype):
             return other
     return None
 
 
 def _is_repeatable(flow: Flow, node: fx.Node) -> bool:
-    meta = node.meta
-    if has_gradient(node) or meta.keys() & {"only", "changes", "storage", "checkpoint"}:
+    known = flow.facts[node]
+    is_changed = bool(known.changes) or known.storage is not None
+    if flow.facts.has_gradient(node) or known.mode is not None or is_changed or known.regions:
         return False
     if node.op == "call_module":
         return _is_table(flow.traced.module.get_submodule(str(node.target)))
@@ -143,7 +138,7 @@ def _is_table(module: nn.Module) -> bool:
 
 def _bytes(flow: Flow, node: fx.Node) -> float:
     total = 0
-    for spec in specs_of(node):
+    for spec in flow.facts.tensors(node):
         if spec.symbols <= flow.traced.hints.keys():
             count = 1
             for size in spec.bind(flow.traced.hints).shape:

@@ -27,7 +27,7 @@ def check_state_writes(flow: Flow) -> None:
     module = flow.traced.module
     writers: dict[int, tuple[str, int, fx.Node]] = {}
     for node, stage in flow.stage_of.items():
-        for name in _written(module, node):
+        for name in _written(module, node, flow.facts[node].writes):
             writers.setdefault(id(module.get_buffer(name)), (name, stage, node))
     if not writers:
         return
@@ -38,8 +38,8 @@ def check_state_writes(flow: Flow) -> None:
                 name, home, writer = writers.get(id(buffer), ("", stage, node))
                 if home != stage:
                     faults[
-                        f"{name!r} is changed in stage {home} ({writer.meta.get('where')}) and "
-                        f"used in stage {stage} ({node.meta.get('where')})"
+                        f"{name!r} is changed in stage {home} ({flow.facts[writer].where}) and "
+                        f"used in stage {stage} ({flow.facts[node].where})"
                     ] = None
     if faults:
         raise SplitError(
@@ -48,8 +48,8 @@ def check_state_writes(flow: Flow) -> None:
         )
 
 
-def _written(module: nn.Module, node: fx.Node) -> set[str]:
-    names: set[str] = set(node.meta.get("writes", ()))
+def _written(module: nn.Module, node: fx.Node, writes: frozenset[str]) -> set[str]:
+    names = set(writes)
     if node.op == "call_module":
         for inner, part in module.get_submodule(str(node.target)).named_modules():
             prefix = ".".join(filter(None, (str(node.target), inner)))

@@ -17,13 +17,14 @@ import sympy
 import torch
 from torch import fx
 
+from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.capture.train_eval import TrainingFlag
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
-from fxpipe.graph.flow import Flow, accessor_of, as_tensor
+from fxpipe.graph.facts import Ambient, Facts, NodeFacts
+from fxpipe.graph.flow import Flow, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.nested import branch, mutable_parts
 from fxpipe.graph.record.graph_calls import (
-    Ambient,
     Constant,
     Formula,
     Fresh,
@@ -47,6 +48,7 @@ class StageGraph:
     """A stage before it becomes a module."""
 
     graph: fx.Graph
+    facts: Facts
     received: tuple[Received, ...]
     model_inputs: tuple[str, ...]
     sent: tuple[Sent, ...]
@@ -66,8 +68,10 @@ class StageWriter:
         received: Iterable[fx.Node],
     ) -> None:
         self._flow = flow
+        self._known = flow.facts
         self._stage = stage
         self._graph = fx.Graph()
+        self._facts = Facts()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[str, fx.Node] = {}
         self._modules: dict[str, None] = {}
@@ -81,13 +85,13 @@ class StageWriter:
         self._placeholders: list[fx.Node] = []
         for node in received:
             made = self._graph.placeholder(node.name)
-            made.meta["spec"] = node.meta["spec"]
+            self._facts[made] = NodeFacts(spec=self._known[node].spec)
             self._placeholders.append(made)
             self._copies[node] = made
             self._note_dims(made)
             if node.target is as_tensor:
                 number: Any = node.args[0]
-                self._sent_numbers[number.meta["spec"].name] = made
+                self._sent_numbers[self._known[number].spec.name] = made
         self._first = self._graph.create_node("call_function", _start, (), {})
 
     # -- nodes
@@ -105,14 +109,17 @@ class StageWriter:
         else:
             args, kwargs = self._arguments(node)
             made = self._call(node, args, kwargs)
-        made.meta.update({k: v for k, v in node.meta.items() if k in _KEPT})
+        known = self._known[node]
+        self._facts[made] = dataclasses.replace(
+            known.origin, spec=known.spec, is_part=known.is_part, regions=known.regions
+        )
         self._copies[node] = made
         self._note_dims(made)
         return made
 
     def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
         swap = self._flow.stand_ins[self._stage]
-        untouched = node.meta.get("untouched", ())
+        untouched = self._known[node].untouched
         if node not in self._flow.repeated[self._stage] or not any(n in swap for n in untouched):
             return self.argument(node.args), self.argument(node.kwargs)
 
@@ -120,7 +127,10 @@ class StageWriter:
             if source not in untouched or source not in swap:
                 return source
             if source not in self._shown:
-                args = (self._copies[swap[source]], self._module_with(source.meta["spec"].dtype))
+                args = (
+                    self._copies[swap[source]],
+                    self._module_with(self._known[source].spec.dtype),
+                )
                 self._shown[source] = self._graph.call_function(like, args)
                 self._copies[self._shown[source]] = self._shown[source]
             return self._shown[source]
@@ -146,27 +156,27 @@ class StageWriter:
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         if isinstance(target, TracedDtype):
             return self._dtype(target)
-        ambient: Ambient | None = node.meta.get("ambient")
-        only: bool | None = node.meta.get("only")
+        known = self._known[node]
+        is_usual = known.ambient == Ambient()
         if node.op == "call_module":
             self._modules[target] = None
-        if isinstance(target, Rebuild) or (ambient is None and only is None):
+        if isinstance(target, Rebuild) or (is_usual and known.mode is None):
             return self._graph.create_node(node.op, target, args, kwargs, node.name)
         if node.op == "call_module":
             args = (self._graph.create_node("get_attr", target, (), {}), *args)
             target = None
-        if ambient is not None:
-            target = Within(ambient, target)
-        if only is not None:
-            args = (self._training(node.meta.get("owner") or ""), *args)
-            target = OnlyIf(only, target)
+        if not is_usual:
+            target = Within(known.ambient, target)
+        if known.mode is not None:
+            args = (self._training(known.owner), *args)
+            target = OnlyIf(known.mode, target)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
 
     def _dtype(self, traced: TracedDtype) -> fx.Node:
         """Read a dtype off a module of the stage, or off a tensor it receives."""
         source = self._module_with(traced.dtype)
         for made in self._placeholders if source is None else ():
-            spec = made.meta["spec"]
+            spec = self._facts[made].spec
             if spec.requires_grad and spec.dtype == traced.dtype:
                 source = made
         if source is None:
@@ -178,7 +188,7 @@ class StageWriter:
         if name not in self._inputs:
             with self._graph.inserting_before(self._first):
                 made = self._graph.placeholder(name)
-            made.meta["spec"] = node.meta["spec"]
+            self._facts[made] = NodeFacts(spec=self._known[node].spec)
             self._inputs[name] = made
             self._copies[node] = made
             self._note_dims(made)
@@ -186,10 +196,11 @@ class StageWriter:
 
     def _put_together(self, node: fx.Node) -> fx.Node:
         """Build a number or a nested value from the tensors of it that were received."""
-        if isinstance(node.meta.get("spec"), sympy.Basic):
+        spec = self._known[node].spec
+        if isinstance(spec, sympy.Basic):
             (tensor,) = self._flow.sendable(node)
             return self._graph.call_method("item", (self._copies[tensor],))
-        built = self._built(node.meta.get("spec"), node)
+        built = self._built(spec, node)
         if isinstance(built, fx.Node):
             return built
         return self._graph.create_node("call_function", given, (built,), {})
@@ -203,7 +214,7 @@ class StageWriter:
             return self._constant(spec)
         children = []
         for (_, key), child in zip(found.accessors, found.children, strict=True):
-            part = accessor_of(owner, key) if owner is not None else None
+            part = self._known.part(owner, key) if owner is not None else None
             children.append(self._built(child, part))
         if found.is_plain:
             return found.make(tuple(children))
@@ -220,6 +231,9 @@ class StageWriter:
 
     def argument(self, value: Any) -> Any:
         """Return an argument with nodes, sizes and the device of this stage."""
+        return map_arguments(self._leaf, value)
+
+    def _leaf(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
             return self.copy(value)
         if isinstance(value, sympy.Basic):
@@ -228,12 +242,6 @@ class StageWriter:
             return self._stage_device()
         if isinstance(value, TrainingFlag):
             return self._training(value.module)
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.argument(part) for part in value)
-        if isinstance(value, dict):
-            return {key: self.argument(part) for key, part in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self.argument(p) for p in (value.start, value.stop, value.step)))
         return value
 
     def _training(self, module: str) -> fx.Node:
@@ -279,12 +287,12 @@ class StageWriter:
 
     def _read_inputs_with(self, name: str) -> None:
         for node in self._flow.inputs(self._stage):
-            spec = node.meta["spec"]
+            spec = self._known[node].spec
             if isinstance(spec, TensorSpec) and name in spec.symbols:
                 self._input(node)
 
     def _note_dims(self, node: fx.Node) -> None:
-        spec = node.meta.get("spec")
+        spec = self._facts[node].spec
         if isinstance(spec, TensorSpec):
             for dim, size in enumerate(spec.shape):
                 if isinstance(size, sympy.Symbol):
@@ -308,7 +316,7 @@ class StageWriter:
                 with self._graph.inserting_after(self._first):
                     return self._graph.create_node("get_attr", str(node.target), (), {}, "module")
         for node in self._flow.traced.graph.nodes:
-            if node.op == "placeholder" and isinstance(node.meta["spec"], TensorSpec):
+            if node.op == "placeholder" and isinstance(self._known[node].spec, TensorSpec):
                 return self._input(node)
         return None
 
@@ -317,9 +325,9 @@ class StageWriter:
     def _sendable(self, node: fx.Node) -> fx.Node:
         """Return a node's tensor; one that exists in one mode only is zeros in the other."""
         made: fx.Node = self.copy(node)
-        if node.meta.get("only") is None:
+        if self._known[node].mode is None:
             return made
-        spec: TensorSpec = node.meta["spec"]
+        spec: TensorSpec = self._known[node].spec
         shape = tuple(self.argument(sympy.sympify(size)) for size in spec.shape)
         return self._graph.call_function(or_zeros, (made, shape, spec.dtype, self._stage_device()))
 
@@ -338,7 +346,8 @@ class StageWriter:
             self._graph.output(values[0] if len(values) == 1 else values)
         self._graph.erase_node(self._first)
         return StageGraph(
-            with_checkpoints(self._graph),
+            with_checkpoints(self._graph, self._facts),
+            self._facts,
             received,
             tuple(self._inputs),
             sent,
@@ -347,9 +356,6 @@ class StageWriter:
             tuple(name.rpartition(".")[0] for name in self._flags),
             repeated,
         )
-
-
-_KEPT = {"spec", "where", "owner", "accessor", "checkpoint"}
 
 
 def _start() -> None:

@@ -1,30 +1,29 @@
 """What opened code was under when it ran an operation, for the stage to restore.
 
 Autocast and gradient settings, `checkpoint()` regions, and the dtypes that the
-code read off tensors before. `mark` leaves them on a node.
+code read off tensors before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.graph.cut.checkpoint_regions import Region
-from fxpipe.graph.record.graph_calls import Ambient
+from fxpipe.graph.facts import Ambient, Region
 
 __all__ = ["Surroundings"]
 
 
 class Surroundings:
-    """Changes as the opened code goes on."""
+    """The settings at this point of the run."""
 
     def __init__(self) -> None:
         self._autocast: list[tuple[Any, ...]] = []
         self._regions: list[Region] = []
-        self._dtypes: dict[torch.dtype, fx.Node | None] = {}
+        self.dtypes_read: Mapping[torch.dtype, fx.Node | None] = {}
 
     def autocast(self, region: Any, entering: bool) -> None:
         """Follow an autocast region."""
@@ -55,14 +54,12 @@ class Surroundings:
 
     def dtype_read(self, dtype: torch.dtype, source: fx.Node | None) -> None:
         """Remember the tensor that a dtype was last read off; None for state."""
-        self._dtypes = {**self._dtypes, dtype: source}
+        self.dtypes_read = {**self.dtypes_read, dtype: source}
 
-    def mark(self, node: fx.Node) -> None:
-        """Leave the present settings on a node, as far as they are not the usual ones."""
-        ambient = Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
-        if ambient != Ambient():
-            node.meta["ambient"] = ambient
-        if self._regions:
-            node.meta["checkpoint"] = tuple(self._regions)
-        if self._dtypes:
-            node.meta["dtypes"] = self._dtypes
+    def ambient(self) -> Ambient:
+        """Return the settings that are not the usual ones."""
+        return Ambient(None if torch.is_grad_enabled() else False, tuple(self._autocast))
+
+    def regions(self) -> tuple[Region, ...]:
+        """Return the `checkpoint()`s that are running, outermost first."""
+        return tuple(self._regions)

@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._sympy.functions import FloorDiv
 
+from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
 from fxpipe.graph.record.constant_values import RANDOM
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
@@ -325,7 +326,7 @@ class ExampleValues:
 
     def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> Any:
         """Return a tensor of a node's size, for code that does not look at its values."""
-        fake = node.meta.get("val")
+        fake = self._tape.values.get(node)
         if not isinstance(fake, torch.Tensor):
             raise NoValueError
         shape = [_number_at(self._expr(size), values) for size in fake.shape]
@@ -347,20 +348,16 @@ class ExampleValues:
     def _arguments(
         self, args: Any, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, Any]
     ) -> Any:
-        if isinstance(args, fx.Node):
-            return done[args]
-        if isinstance(args, sympy.Basic):
-            return _number_at(self._env.replace(args), values)
-        if isinstance(args, StageDevice):
-            return next(iter(self._tape.trace_devices), torch.device("cpu"))
-        if isinstance(args, (tuple, list)):
-            return type(args)(self._arguments(part, values, done) for part in args)
-        if isinstance(args, dict):
-            return {key: self._arguments(part, values, done) for key, part in args.items()}
-        if isinstance(args, slice):
-            parts = (args.start, args.stop, args.step)
-            return slice(*(self._arguments(part, values, done) for part in parts))
-        return args
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Node):
+                return done[leaf]
+            if isinstance(leaf, sympy.Basic):
+                return _number_at(self._env.replace(leaf), values)
+            if isinstance(leaf, StageDevice):
+                return next(iter(self._tape.trace_devices), torch.device("cpu"))
+            return leaf
+
+        return map_arguments(one, args)
 
 
 def has_unbacked(output: Any, env: Any) -> bool:

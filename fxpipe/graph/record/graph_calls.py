@@ -7,7 +7,6 @@ have one, survive a deep copy as themselves, and hold no state of the model.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,11 +19,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.dims import evaluate, text
+from fxpipe.graph.facts import Ambient
 from fxpipe.graph.nested import closed_over
 
 __all__ = [
     "ACCESS",
-    "Ambient",
     "Applied",
     "Constant",
     "Formula",
@@ -162,14 +161,6 @@ class Refusal:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
         return self
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ambient:
-    """Settings that opened code was under when it ran an operation, if not the usual ones."""
-
-    grad: bool | None = None
-    autocast: tuple[tuple[Any, ...], ...] = ()
 
 
 def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:

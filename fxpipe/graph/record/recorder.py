@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
 from fxpipe.graph.record.agreed import Agreed, AgreedSizes
@@ -85,7 +86,7 @@ class Trace(TorchFunctionMode):
         self.called: set[str] = set()
         self.training_read: set[str] = set()
         self.tape = Tape(self._name_of_state, state.real_of)
-        self.tape.decorate = self._decorate
+        self.tape.describe = self._describe
 
     # -- what torch and the model tell us
 
@@ -233,9 +234,11 @@ class Trace(TorchFunctionMode):
             self._sizes.forget(decided)  # of a run that failed
         node_args, node_kwargs = handed.look(node_args, node_kwargs)
         node = self.tape.write("call_module", name, node_args, node_kwargs)
-        if outcome.wrote:
-            node.meta["writes"] = {f"{name}.{buffer}" for buffer in outcome.wrote}
-        node.meta["untouched"] = tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched)
+        self.tape.facts.learn(
+            node,
+            writes=frozenset(f"{name}.{buffer}" for buffer in outcome.wrote),
+            untouched=tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched),
+        )
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
         self.tape.adopt(node, outcome.output)
@@ -358,10 +361,17 @@ class Trace(TorchFunctionMode):
         except UnknownTensorError:
             raise TraceError(an_unknown_tensor(user_frame())) from None
 
-    def _decorate(self, node: fx.Node) -> None:
-        node.meta["owner"] = self._name_of(self._stack[-1]) if self._stack else ""
-        node.meta["where"] = user_frame()
-        self._surroundings.mark(node)
+    def _describe(self) -> NodeFacts:
+        """Say what is known about a node that is written now."""
+        owner = self._name_of(self._stack[-1]) if self._stack else ""
+        around = self._surroundings
+        return NodeFacts(
+            owner=owner or "",
+            where=user_frame(),
+            ambient=around.ambient(),
+            regions=around.regions(),
+            dtypes_read=around.dtypes_read,
+        )
 
     def _dtype_read(self, tensor: torch.Tensor) -> None:
         if self._names.is_state(tensor):

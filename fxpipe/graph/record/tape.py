@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.graph.facts import Facts, NodeFacts
 from fxpipe.graph.nested import (
     SYMBOLIC,
     Accessor,
@@ -74,13 +75,6 @@ class UnknownTensorError(Exception):
     """A tensor that no recorded operation made."""
 
 
-def last_part(node: fx.Node) -> fx.Node:
-    """Return the last of the nodes behind this one that only take parts of its value."""
-    while node.next.meta.get("accessor") and node.next.op == "call_function":
-        node = node.next
-    return node
-
-
 @dataclasses.dataclass(slots=True)
 class _Held:
     """Where a tensor is, how many changes of its storage it has seen, what it is a view of."""
@@ -103,6 +97,8 @@ class Tape:
         real_of: Mapping[int, torch.Tensor],
     ) -> None:
         self.graph = fx.Graph()
+        self.facts = Facts()
+        self.values: dict[fx.Node, Any] = {}  # with the tensors of the trace itself
         self._state_name = state_name
         self._real_of = real_of
         self._held: dict[int, _Held] = {}
@@ -114,7 +110,7 @@ class Tape:
         self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
         self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
         self.trace_devices: frozenset[torch.device] = frozenset()
-        self.decorate: Callable[[fx.Node], None] = lambda node: None
+        self.describe: Callable[[], NodeFacts] = NodeFacts
 
     # -- from Python values to graph arguments
 
@@ -142,7 +138,7 @@ class Tape:
         if found.is_plain:
             return found.make(children)
         node = self.write("call_function", Rebuild(type(value), found.make), children, {})
-        node.meta["val"] = snapshot(value)
+        self.values[node] = snapshot(value)
         self._know_object(value, node, ())
         return node
 
@@ -168,7 +164,7 @@ class Tape:
     def _state_node(self, name: str, tensor: torch.Tensor) -> fx.Node:
         if name not in self._state:
             node = self.write("get_attr", name, (), {})
-            node.meta["val"] = tensor
+            self.values[node] = tensor
             self._state[name] = node
             self._state_storages[_storage(tensor)] = name
         return self._state[name]
@@ -180,20 +176,24 @@ class Tape:
             value = self._copied(value)
         if name in self._state:
             self._copied(self._state[name])
-        last = next(reversed(self.graph.nodes)) if value.op == "placeholder" else last_part(value)
+        last = (
+            next(reversed(self.graph.nodes))
+            if value.op == "placeholder"
+            else self.facts.last_part(value)
+        )
         if name not in self._state:
             with self.graph.inserting_after(last):
                 last = self._state_node(name, old)
         with self.graph.inserting_after(last):
             node = self.write("call_function", overwrite, (self._state[name], value), {})
-        node.meta.update(owner=owner, writes={name})
+        self.facts.learn(node, owner=owner, writes=frozenset({name}))
 
     def _copied(self, state: fx.Node) -> fx.Node:
         """Have the readers of a parameter or buffer read a copy; return it."""
         readers = [user for user in state.users if user.target is not overwrite]
         with self.graph.inserting_after(state):
             copied = self.write("call_function", torch.clone, (state,), {})
-        copied.meta["val"] = state.meta["val"]
+        self.values[copied] = self.values[state]
         for reader in readers:
             reader.replace_input_with(state, copied)
         return copied
@@ -211,7 +211,7 @@ class Tape:
         ):
             return value
         node = self.write("call_function", Constant(value), (), {})
-        node.meta["val"] = value
+        self.values[node] = value
         if any(True for _ in mutable_parts(value)):
             self._constants.append((node, value, copied(value), contents(value)))
             self._know_object(value, node, ())
@@ -229,10 +229,10 @@ class Tape:
 
     def object_changed(self, value: Any, before: fx.Node, change: fx.Node) -> None:
         """Remember that a node changed an object (not a tensor) that `before` holds."""
-        with self.graph.inserting_after(last_part(change)):
+        with self.graph.inserting_after(self.facts.last_part(change)):
             node = self.write("call_function", after, (before, change), {})
         self.adopt(node, value)
-        node.meta["val"] = snapshot(value)
+        self.values[node] = snapshot(value)
         self._know_object(value, node, ())
 
     def settle_constants(self) -> None:
@@ -248,7 +248,7 @@ class Tape:
     ) -> fx.Node:
         """Add a node at the end of the graph."""
         node = self.graph.create_node(op, target, args, kwargs, name)
-        self.decorate(node)
+        self.facts[node] = self.describe()
         return node
 
     def adopt(self, node: fx.Node, output: Any, inputs: Sequence[torch.Tensor] = ()) -> None:
@@ -257,7 +257,7 @@ class Tape:
         `inputs` are the tensors that the output may be a view of; taking the
         view again by running the node again must be harmless.
         """
-        node.meta["val"] = output
+        self.values[node] = output
         sources = [(_storage(tensor), tensor) for tensor in inputs if self.knows(tensor)]
         for path, leaf in walk(output):
             if not isinstance(leaf, torch.Tensor):
@@ -288,13 +288,12 @@ class Tape:
             owner = self._access(node, path[:-1])
             kind, name = path[-1]
             target: Any = ACCESS[kind]
-            with self.graph.inserting_after(last_part(owner)):
+            with self.graph.inserting_after(self.facts.last_part(owner)):
                 made = self.graph.create_node(
                     "call_function", target, (owner, name), {}, f"{owner.name}_{name}"
                 )
-            made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
-            made.meta["val"] = _part(owner.meta["val"], path[-1])
-            made.meta["accessor"] = True
+            self.facts[made] = dataclasses.replace(self.facts[node], is_part=True)
+            self.values[made] = _part(self.values[owner], path[-1])
             self._accessed[key] = made
         return self._accessed[key]
 
@@ -305,7 +304,7 @@ class Tape:
         key = _storage(tensor)
         self._changes.setdefault(key, []).append(node)
         if key in self._state_storages:
-            node.meta.setdefault("writes", set()).add(self._state_storages[key])
+            self.facts.learn(node, writes=self.facts[node].writes | {self._state_storages[key]})
         held = self._held.get(id(tensor))
         if held is not None and held.node is node:
             held.seen = len(self._changes[key])
@@ -323,10 +322,10 @@ class Tape:
             else:
                 last = self._changes[_storage(held.tensor)][-1]
                 before = self._access(held.node, held.path)
-                with self.graph.inserting_after(last_part(last)):
+                with self.graph.inserting_after(self.facts.last_part(last)):
                     held.node = self.write("call_function", after, (before, last), {})
                 held.path = ()
-                held.node.meta["val"] = held.tensor
+                self.values[held.node] = held.tensor
                 self._note_storage(held)
         held.resolved = self._access(held.node, held.path)
         return held.resolved
@@ -341,7 +340,7 @@ class Tape:
         args = fx.map_arg(held.node.args, fresh)
         kwargs = fx.map_arg(held.node.kwargs, fresh)
         node = self.write(held.node.op, held.node.target, args, kwargs)
-        node.meta["val"] = held.node.meta["val"]
+        self.values[node] = self.values[held.node]
         held.node, held.base_node = node, base
         self._note_storage(held)
 
@@ -359,12 +358,11 @@ class Tape:
         """Mark every node whose value lives on a storage that some node changes."""
         for storage, nodes in self._changes.items():
             for node in nodes:
-                node.meta.setdefault("changes", set()).add(storage)
+                self.facts.learn(node, changes=self.facts[node].changes | {storage})
         for node, path, storage, is_view in self._storages:
             found = self._accessed.get((node, path)) if path else node
             if found is not None and storage in self._changes:
-                found.meta["storage"] = storage
-                found.meta["is_view"] = is_view
+                self.facts.learn(found, storage=storage, is_view=is_view)
 
 
 WRITABLE = (

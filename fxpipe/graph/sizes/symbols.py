@@ -22,6 +22,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.dims import evaluate, free_names, plain, solve, symbol
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
@@ -203,15 +204,9 @@ class Sizes:
 
     def plain_arguments(self, args: Any) -> Any:
         """Return graph arguments with every size in our names."""
-        if isinstance(args, sympy.Basic):
-            return self.plain(args)
-        if isinstance(args, (tuple, list)):
-            return type(args)(self.plain_arguments(arg) for arg in args)
-        if isinstance(args, dict):
-            return {key: self.plain_arguments(arg) for key, arg in args.items()}
-        if isinstance(args, slice):
-            return slice(*map(self.plain_arguments, (args.start, args.stop, args.step)))
-        return args
+        return map_arguments(
+            lambda leaf: self.plain(leaf) if isinstance(leaf, sympy.Basic) else leaf, args
+        )
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
         """Describe a tensor of the trace."""

@@ -23,12 +23,13 @@ import torch
 from torch import fx
 
 from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.tape import Rebuild
 from fxpipe.planner.cost.node_cost import NodeCost, Phase, cost_of
-from fxpipe.planner.cost.node_runs import Bench, Sizes, inputs_of, tensor_specs
+from fxpipe.planner.cost.node_runs import Bench, Sizes, inputs_of
 from fxpipe.planner.cost.polynomial import Polynomial
 
 __all__ = ["GraphCosts", "NodeInfo", "Parameter", "ValueId"]
@@ -110,10 +111,10 @@ class GraphCosts:
         bench = Bench(traced, fused_attention=fused_attention)
         names = ("batch", "sequence") if vary is None else tuple(vary)
         parameters, name_of = _parameters(traced)
-        markers = _Markers()
+        markers = _Markers(traced.facts)
         kinds: dict[object, NodeCost] = {}
         nodes = []
-        work = [node for node in work_nodes(traced) if not node.meta.get("accessor")]
+        work = [node for node in work_nodes(traced) if not traced.facts[node].is_part]
         for done, node in enumerate(work):
             key = bench.key(node, example)
             cost = kinds.get(key) if key is not None else None
@@ -128,14 +129,14 @@ class GraphCosts:
         specs = {
             (node.name, place): spec
             for node in traced.graph.nodes
-            for place, spec in enumerate(tensor_specs(node))
+            for place, spec in enumerate(traced.facts.tensors(node))
         }
         return GraphCosts(
             tuple(nodes),
             parameters,
             specs,
             _sources(work),
-            tuple(markers.origin(value) for value in inputs_of(output)),
+            tuple(markers.origin(value) for value in inputs_of(output, traced.facts)),
             frozenset(node.name for node in bench.grows),
             _repeatable(traced, work),
             dict(example),
@@ -227,7 +228,7 @@ def _repeatable(traced: TracedGraph, work: Sequence[fx.Node]) -> frozenset[str]:
     sources = _sources(work)
     found: set[str] = set()
     for node in work:
-        grows = any(spec.requires_grad for spec in tensor_specs(node))
+        grows = traced.facts.has_gradient(node)
         has_state = any(source.op == "get_attr" for source in node.all_input_nodes)
         if node.op == "call_module":
             has_state |= bool(traced.module.get_submodule(str(node.target)).state_dict())
@@ -268,10 +269,10 @@ def _info(
                 held.append(name_of[id(tensor)])
     return NodeInfo(
         node.name,
-        module or str(node.meta.get("owner") or ""),
+        module or traced.facts[node].owner,
         cost,
-        tuple(markers.origin(value) for value in inputs_of(node)),
-        tuple(tensor_specs(node)),
+        tuple(markers.origin(value) for value in inputs_of(node, traced.facts)),
+        tuple(traced.facts.tensors(node)),
         tuple(dict.fromkeys(held)),
         is_block,
     )
@@ -288,7 +289,8 @@ class _Marker:
 class _Markers:
     """Follows tensors through nodes that only take nested values apart or put them together."""
 
-    def __init__(self) -> None:
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
         self._known: dict[fx.Node, Any] = {}
 
     def origin(self, value: tuple[fx.Node, int]) -> ValueId:
@@ -298,7 +300,7 @@ class _Markers:
 
     def _of(self, node: fx.Node) -> Any:
         if node not in self._known:
-            if node.meta.get("accessor") or isinstance(node.target, Rebuild):
+            if self._facts[node].is_part or isinstance(node.target, Rebuild):
                 args = fx.map_arg(node.args, self._of)
                 target: Any = node.target
                 self._known[node] = target(*args)
@@ -316,4 +318,4 @@ class _Markers:
             count += 1
             return _Marker((node.name, count - 1))
 
-        return map_leaves(mark, node.meta.get("spec"))
+        return map_leaves(mark, self._facts[node].spec)

@@ -188,7 +188,7 @@ def fingerprint_of(
         (name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for name, p in traced.module.named_parameters()
     ]
-    lines += [(n.name, n.op, str(n.target), str(n.meta.get("spec"))) for n in traced.graph.nodes]
+    lines += [(n.name, n.op, str(n.target), str(traced.facts[n].spec)) for n in traced.graph.nodes]
     return hashlib.sha256(repr(lines).encode()).hexdigest()[:20]
 
 

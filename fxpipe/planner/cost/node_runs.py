@@ -24,10 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.graph.arguments import leaves_of, map_arguments
 from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.graph.capture.train_eval import TrainingFlag
 from fxpipe.graph.cut.stage_writer import Within
 from fxpipe.graph.dims import evaluate
+from fxpipe.graph.facts import Ambient, Facts
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.leaf_runs import _module_key as module_key
@@ -37,7 +39,7 @@ from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.planner.cost.watch import Observation, Op, entry, observe
 
-__all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of", "tensor_specs"]
+__all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +93,7 @@ class Bench:
     def key(self, node: fx.Node, sizes: Sizes) -> Hashable | None:
         """Equal for nodes that cost the same; None if there is no telling."""
         inputs = tuple(
-            (_bound(source.meta.get("spec"), sizes), source in self.grows)
+            (_bound(self.traced.facts[source].spec, sizes), source in self.grows)
             for source in node.all_input_nodes
         )
         key = (node.op, self._kind(node), inputs, self._constants(node, sizes))
@@ -102,33 +104,28 @@ class Bench:
         return key
 
     def _kind(self, node: fx.Node) -> Hashable:
+        known = self.traced.facts[node]
         if node.op != "call_module":
-            return str(node.target), str(node.meta.get("ambient")), node.meta.get("only")
+            return str(node.target), str(known.ambient), known.mode
         name = str(node.target)
         if name not in self._kinds:
             module = self.traced.module.get_submodule(name)
             flags = tuple(p.requires_grad for p in module.parameters())
             modes = tuple(part.training for part in module.modules())
             self._kinds[name] = (module_key(module), flags, modes)
-        return self._kinds[name], str(node.meta.get("ambient"))
+        return self._kinds[name], str(known.ambient)
 
     def _constants(self, node: fx.Node, sizes: Sizes) -> str:
         def one(value: Any) -> Any:
             if isinstance(value, fx.Node):
                 return "?"
-            if isinstance(value, sympy.Basic):
-                return evaluate(value, sizes)
-            if isinstance(value, (tuple, list)):
-                return [one(part) for part in value]
-            if isinstance(value, dict):
-                return {name: one(part) for name, part in value.items()}
-            return value
+            return evaluate(value, sizes) if isinstance(value, sympy.Basic) else value
 
-        return repr((one(node.args), one(node.kwargs)))
+        return repr(map_arguments(one, (node.args, node.kwargs)))
 
     def _observe(self, node: fx.Node, sizes: Sizes) -> Observation:
         self.runs += 1
-        if node.meta.get("only") is False:
+        if self.traced.facts[node].mode is False:
             return Observation(())
         module = self._module_of(node)
         try:
@@ -144,7 +141,7 @@ class Bench:
                     return self._run(node, sizes, module, _real)
             except Exception as error:
                 logger.debug("%s does not run on made-up tensors: %s", node.name, error)
-        return _rough(node, sizes, state)
+        return _rough(self.traced.facts, node, sizes, state)
 
     def _module_of(self, node: fx.Node) -> nn.Module | None:
         if node.op != "call_module":
@@ -169,6 +166,7 @@ class Bench:
         make: Callable[[TensorSpec], torch.Tensor],
     ) -> Call:
         """A node ready to run alone, on tensors that `make` makes from specs."""
+        facts = self.traced.facts
         made: dict[fx.Node, Any] = {}
         free: list[torch.Tensor] = [] if module is None else list(module.parameters())
         stash: list[torch.Tensor] = []
@@ -182,25 +180,24 @@ class Bench:
 
         def argument(value: Any) -> Any:
             if not isinstance(value, fx.Node):
-                return self._constant(value, sizes, argument)
+                return self._constant(value, sizes)
             if value not in made:
                 if value.op == "get_attr":
                     made[value] = self._state(str(value.target), make)
                     free.append(made[value])
-                elif isinstance(value.target, Constant) and value.meta.get("spec") is None:
+                elif isinstance(value.target, Constant) and facts[value].spec is None:
                     made[value] = value.target()
                 else:
-                    spec = value.meta.get("spec")
-                    made[value] = map_leaves(lambda part: leaf(value, part), spec)
+                    made[value] = map_leaves(lambda part: leaf(value, part), facts[value].spec)
             return made[value]
 
         def build() -> tuple[tuple[Any, ...], dict[str, Any]]:
             stash.clear()
-            args, kwargs = argument(tuple(node.args)), argument(dict(node.kwargs))
+            args, kwargs = map_arguments(argument, (tuple(node.args), dict(node.kwargs)))
             made.clear()
             return args, kwargs
 
-        return Call(_callable(node, module), build, free)
+        return Call(_callable(node, module, facts[node].ambient), build, free)
 
     def _state(self, name: str, make: Callable[[TensorSpec], torch.Tensor]) -> Any:
         owner, _, key = name.rpartition(".")
@@ -212,13 +209,7 @@ class Bench:
             return nn.Parameter(tensor, requires_grad=real.requires_grad)
         return tensor
 
-    def _constant(self, value: Any, sizes: Sizes, argument: Callable[[Any], Any]) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(argument(part) for part in value)
-        if isinstance(value, dict):
-            return {name: argument(part) for name, part in value.items()}
-        if isinstance(value, slice):
-            return slice(*(argument(p) for p in (value.start, value.stop, value.step)))
+    def _constant(self, value: Any, sizes: Sizes) -> Any:
         if isinstance(value, TrainingFlag):
             return bool(self.traced.module.get_submodule(value.module).training)
         return _plain(value, sizes, self.device)
@@ -275,35 +266,19 @@ class fixed_attention(TorchFunctionMode):  # noqa: N801
         return func(*args, **kwargs)
 
 
-def inputs_of(node: fx.Node) -> list[tuple[fx.Node, int]]:
+def inputs_of(node: fx.Node, facts: Facts) -> list[tuple[fx.Node, int]]:
     """The tensors a node reads, as (node that has it, place among its tensors), each once.
 
     Parameters and constants are left out. The order is that of `Observation.keeps_input`.
     """
     found: dict[tuple[fx.Node, int], None] = {}
 
-    def visit(value: Any) -> None:
-        if isinstance(value, fx.Node):
-            if value.op != "get_attr" and not isinstance(value.target, Constant):
-                for place in range(len(tensor_specs(value))):
-                    found[value, place] = None
-        elif isinstance(value, (tuple, list)):
-            for part in value:
-                visit(part)
-        elif isinstance(value, dict):
-            for part in value.values():
-                visit(part)
-        elif isinstance(value, slice):
-            visit((value.start, value.stop, value.step))
-
-    visit((node.args, node.kwargs))
+    for value in leaves_of((node.args, node.kwargs)):
+        if not isinstance(value, fx.Node) or value.op == "get_attr":
+            continue
+        if not isinstance(value.target, Constant):
+            found.update({(value, place): None for place, _ in enumerate(facts.tensors(value))})
     return list(found)
-
-
-def tensor_specs(node: fx.Node) -> list[TensorSpec]:
-    """The specs of the tensors in a node's output."""
-    spec = node.meta.get("spec")
-    return [leaf for _, leaf in walk(spec) if isinstance(leaf, TensorSpec)]
 
 
 def _growing(traced: TracedGraph) -> set[fx.Node]:
@@ -311,7 +286,7 @@ def _growing(traced: TracedGraph) -> set[fx.Node]:
     trainable = {name for name, p in traced.module.named_parameters() if p.requires_grad}
     growing: set[fx.Node] = set()
     for node in traced.graph.nodes:
-        specs = tensor_specs(node)
+        specs = list(traced.facts.tensors(node))
         if node.op == "placeholder":
             grows = any(spec.requires_grad for spec in specs)
         elif node.op == "get_attr":
@@ -343,7 +318,7 @@ def _plain(value: Any, sizes: Sizes, device: torch.device) -> Any:
     return device if isinstance(value, StageDevice) else value
 
 
-def _callable(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
+def _callable(node: fx.Node, module: nn.Module | None, ambient: Ambient) -> Callable[..., Any]:
     call: Any = module if module is not None else node.target
     if node.op == "call_method":
         name = str(node.target)
@@ -351,8 +326,7 @@ def _callable(node: fx.Node, module: nn.Module | None) -> Callable[..., Any]:
         def call(first: Any, *args: Any, **kwargs: Any) -> Any:
             return getattr(first, name)(*args, **kwargs)
 
-    ambient = node.meta.get("ambient")
-    return call if ambient is None else Within(ambient, call)
+    return call if ambient == Ambient() else Within(ambient, call)
 
 
 def _fake(spec: TensorSpec) -> torch.Tensor:
@@ -366,9 +340,11 @@ def _real(spec: TensorSpec) -> torch.Tensor:
     return torch.ones(shape, dtype=spec.dtype)
 
 
-def _rough(node: fx.Node, sizes: Sizes, state: tuple[torch.Tensor, ...]) -> Observation:
+def _rough(
+    facts: Facts, node: fx.Node, sizes: Sizes, state: tuple[torch.Tensor, ...]
+) -> Observation:
     """A guess for a module that does not run: each parameter multiplies each row once."""
-    outputs = tensor_specs(node)
+    outputs = list(facts.tensors(node))
     if not outputs:
         return Observation((), is_rough=True)
     shape = [int(size) for size in outputs[0].bind(sizes).shape]
@@ -381,7 +357,7 @@ def _rough(node: fx.Node, sizes: Sizes, state: tuple[torch.Tensor, ...]) -> Obse
     moved = rows * width * size + sum(tensor.numel() * size for tensor in state)
     dtype = str(outputs[0].dtype).removeprefix("torch.")
     op = Op(f"estimate.{node.name}", "matmul", dtype, flops, moved, rows * width * size)
-    count = len(inputs_of(node))
+    count = len(inputs_of(node, facts))
     return Observation(
         (op,),
         (op,),

@@ -139,7 +139,7 @@ def _measure_all(
 ) -> dict[str, dict[int, Measured]]:
     """For each node, by batch size, what was measured for it or for an equal one."""
     bench = Bench(traced, fused_attention=False, device=device)
-    nodes = [node for node in work_nodes(traced) if not node.meta.get("accessor")]
+    nodes = [node for node in work_nodes(traced) if not traced.facts[node].is_part]
     known: dict[object, Measured] = {}
     found: dict[str, dict[int, Measured]] = {node.name: {} for node in nodes}
     done, total = 0, len(nodes) * len(batch_sizes)
@@ -166,7 +166,7 @@ def _measure(
     repeats: int,
     average: Callable[[Sequence[float]], float],
 ) -> Measured:
-    if node.meta.get("only") is False:
+    if bench.traced.facts[node].mode is False:
         return Measured(0.0, 0.0, 0.0)
     module = None
     if node.op == "call_module":

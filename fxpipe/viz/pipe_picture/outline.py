@@ -20,7 +20,6 @@ from typing import Literal
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import walk
 from fxpipe.graph.pipe import Pipe, Stage
 from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text
 from fxpipe.viz.pipe_picture.parts import Part, StageParts, find_parts
@@ -169,7 +168,7 @@ def make_outline(
                 f"{name} has {len(given)} entries, but the pipe has {pipe.num_stages} stages"
             )
     shortest = {"stages": 2, "blocks": 3, "nodes": None}[depth]
-    found = [find_parts(stage.module, shortest_run=shortest) for stage in pipe.stages]
+    found = [find_parts(stage.module, stage.facts, shortest_run=shortest) for stage in pipe.stages]
     parameters = [sum(p.numel() for p in s.module.parameters()) for s in pipe.stages]
     load, name = _load(times, flops, parameters)
     whole = sum(load) or 1.0
@@ -274,11 +273,7 @@ def _outputs(stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
         for source in node.all_input_nodes:
             maker = parts.source_of(source.name)
             makers = () if maker is None else (maker,)
-            found += [
-                Terminal(str(leaf), makers)
-                for _, leaf in walk(source.meta.get("spec"))
-                if isinstance(leaf, TensorSpec)
-            ]
+            found += [Terminal(str(spec), makers) for spec in stage.facts.tensors(source)]
     return tuple(found)
 
 

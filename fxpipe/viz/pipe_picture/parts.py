@@ -19,6 +19,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.graph.cut.stage_writer import Within
+from fxpipe.graph.facts import Facts
+from fxpipe.graph.interface import TensorSpec
 
 __all__ = ["Part", "StageParts", "find_parts"]
 
@@ -77,7 +79,7 @@ class StageParts:
         return None
 
 
-def find_parts(module: fx.GraphModule, *, shortest_run: int | None) -> StageParts:
+def find_parts(module: fx.GraphModule, facts: Facts, *, shortest_run: int | None) -> StageParts:
     """Find the parts of a stage.
 
     Runs of at least `shortest_run` alike modules become one part; None makes every node a
@@ -85,18 +87,18 @@ def find_parts(module: fx.GraphModule, *, shortest_run: int | None) -> StagePart
     """
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     if shortest_run is None:
-        owners = {node: index for index, node in enumerate(nodes) if not _is_plumbing(node)}
-        parts = [_node_part(module, node) for node in owners]
+        owners = {node: index for index, node in enumerate(nodes) if not _is_plumbing(node, facts)}
+        parts = [_node_part(module, facts, node) for node in owners]
         owners = {node: index for index, node in enumerate(owners)}
     else:
-        parts, owners = _module_parts(module, nodes)
+        parts, owners = _module_parts(module, facts, nodes)
         parts, owners = _join_runs(parts, owners, shortest_run)
     return _connect(module, parts, owners)
 
 
-def _node_part(module: fx.GraphModule, node: fx.Node) -> Part:
+def _node_part(module: fx.GraphModule, facts: Facts, node: fx.Node) -> Part:
     called = _called_module(module, node)
-    spec = str(node.meta["spec"]) if type(node.meta.get("spec")).__name__ == "TensorSpec" else ""
+    spec = str(facts[node].spec) if isinstance(facts[node].spec, TensorSpec) else ""
     if called is not None:
         name, inner = called
         return Part((name,), type(inner).__name__, _num_parameters(inner), spec=spec)
@@ -104,7 +106,7 @@ def _node_part(module: fx.GraphModule, node: fx.Node) -> Part:
 
 
 def _module_parts(
-    module: fx.GraphModule, nodes: Iterable[fx.Node]
+    module: fx.GraphModule, facts: Facts, nodes: Iterable[fx.Node]
 ) -> tuple[list[Part], dict[fx.Node, int]]:
     """A part for each module call, and for the operations of each module that was opened."""
     parts: list[Part] = []
@@ -117,9 +119,11 @@ def _module_parts(
             owners[node] = len(parts)
             parts.append(Part((name,), type(inner).__name__, _num_parameters(inner)))
             continue
-        owner = _block_of(node.meta.get("owner", ""))
+        owner = _block_of(facts[node].owner)
         # Code of a module that contains called modules is what is between them.
-        if not owner or any(name.startswith(f"{owner}.") for name in called) or _is_plumbing(node):
+        if not owner or any(name.startswith(f"{owner}.") for name in called):
+            continue
+        if _is_plumbing(node, facts):
             continue
         if not parts or parts[-1].names != (owner,):
             held = _held(module, owner)
@@ -162,10 +166,10 @@ def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _is_plumbing(node: fx.Node) -> bool:
+def _is_plumbing(node: fx.Node, facts: Facts) -> bool:
     """Whether a node only fetches or takes apart a value, or asks for its size or device."""
     if node.op == "call_function" and node.target is operator.getitem:
-        return bool(node.meta.get("accessor"))
+        return facts[node].is_part
     return node.op == "get_attr" or _is_question(node)
 
 

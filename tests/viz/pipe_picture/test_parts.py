@@ -1,10 +1,15 @@
 import torch
 from torch import fx, nn
 
+from fxpipe.graph.facts import Facts
 from fxpipe.graph.markers import SplitPoint
-from fxpipe.graph.pipe import pipeline
+from fxpipe.graph.pipe import Stage, pipeline
 from fxpipe.viz.pipe_picture.parts import find_parts
 from tests.viz.pipes import pipe_of
+
+
+def parts_of(stage: Stage, shortest_run: int | None):
+    return find_parts(stage.module, stage.facts, shortest_run=shortest_run)
 
 
 class Block(nn.Module):
@@ -35,11 +40,11 @@ class Deep(nn.Module):
 
 def whole(model, shortest, granularity="module"):
     pipe = pipeline(model, (torch.zeros(2, 4),), granularity=granularity)
-    return find_parts(pipe.stages[0].module, shortest_run=shortest)
+    return parts_of(pipe.stages[0], shortest_run=shortest)
 
 
 def test_modules_are_parts_in_order_of_execution():
-    parts = find_parts(pipe_of("gpt").stages[0].module, shortest_run=3).parts
+    parts = parts_of(pipe_of("gpt").stages[0], shortest_run=3).parts
 
     assert [(part.title, part.kind_text, part.parameters, part.reads) for part in parts] == [
         ("tokens", "Embedding", 2048, ()),
@@ -79,7 +84,7 @@ def test_operations_of_an_opened_module_are_one_part():
 
 
 def test_every_node_is_a_part_on_request():
-    parts = find_parts(pipe_of("gpt").stages[0].module, shortest_run=None).parts
+    parts = parts_of(pipe_of("gpt").stages[0], shortest_run=None).parts
 
     assert [part.title for part in parts] == [
         "arange",
@@ -95,7 +100,7 @@ def test_every_node_is_a_part_on_request():
 
 
 def test_values_are_followed_through_code():
-    found = find_parts(pipe_of("unet").stages[1].module, shortest_run=3)
+    found = parts_of(pipe_of("unet").stages[1], shortest_run=3)
 
     assert found.source_of("down_1_1") == 0
     assert found.source_of("down_2_0") == 1
@@ -104,14 +109,14 @@ def test_values_are_followed_through_code():
 
 
 def test_value_of_code_alone_has_no_source():
-    found = find_parts(pipe_of("encoder_decoder").stages[0].module, shortest_run=3)
+    found = parts_of(pipe_of("encoder_decoder").stages[0], shortest_run=3)
 
     assert found.source_of("getitem") is None
     assert found.readers_of("source_mask") == (1,)
 
 
 def test_parameter_is_found_in_its_part():
-    found = find_parts(pipe_of("gpt").stages[3].module, shortest_run=3)
+    found = parts_of(pipe_of("gpt").stages[3], shortest_run=3)
 
     assert found.holder_of("head.weight") == 2
     assert found.holder_of("header.weight") is None
@@ -131,7 +136,7 @@ def test_module_under_settings_is_a_part():
 
     pipe = pipeline(Quiet(), (torch.zeros(2, 4),), split_spec={"second": SplitPoint.BEGINNING})
 
-    parts = find_parts(pipe.stages[0].module, shortest_run=3).parts
+    parts = parts_of(pipe.stages[0], shortest_run=3).parts
 
     assert [(part.title, part.kind) for part in parts] == [("first", "Linear")]
 
@@ -139,4 +144,4 @@ def test_module_under_settings_is_a_part():
 def test_plain_fx_module_has_parts():
     module = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
 
-    assert [part.title for part in find_parts(module, shortest_run=3).parts] == ["0", "1"]
+    assert [part.title for part in find_parts(module, Facts(), shortest_run=3).parts] == ["0", "1"]

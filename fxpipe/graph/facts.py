@@ -1,0 +1,113 @@
+"""What is known about the nodes of a graph, in a table beside the graph.
+
+fx has a dict on every node for such things; a typed record in a table of its own says what
+there is to know, and a pass cannot leave something behind that nobody expects. The table
+goes by the names of the nodes, which copies of a graph keep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import walk
+from fxpipe.graph.source_line import Place
+
+__all__ = ["Ambient", "Facts", "NodeFacts", "Region"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ambient:
+    """Settings that opened code was under when it ran an operation, if not the usual ones."""
+
+    grad: bool | None = None
+    autocast: tuple[tuple[Any, ...], ...] = ()
+
+
+class Region:
+    """One `checkpoint()` of the traced run, with its options; regions are told by identity."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = dict(options)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What is known about one node.
+
+    - `spec`: its value, with a `TensorSpec` for each tensor and sizes as expressions
+    - `owner`, `where`: the opened module whose code it is, and the line
+    - `is_part`: it only takes a part of another node's value
+    - `mode`: it runs in training (True) or in evaluation (False) only
+    - `ambient`, `regions`: settings and `checkpoint()`s around it, outermost first
+    - `dtypes_read`: dtypes that the code read before, and off which node; None for state
+    - `untouched`: arguments of a leaf of which it uses size and dtype only
+    - `writes`: names of buffers that it changes
+    - `storage`, `is_view`: the memory of its value, if some node changes that in place
+    - `changes`: the memories that it changes in place
+    """
+
+    spec: Any = None
+    owner: str = ""
+    where: Place | None = None
+    is_part: bool = False
+    mode: bool | None = None
+    ambient: Ambient = Ambient()
+    regions: tuple[Region, ...] = ()
+    dtypes_read: Mapping[torch.dtype, fx.Node | None] = dataclasses.field(default_factory=dict)
+    untouched: tuple[fx.Node, ...] = ()
+    writes: frozenset[str] = frozenset()
+    storage: int | None = None
+    is_view: bool = False
+    changes: frozenset[int] = frozenset()
+
+    @property
+    def origin(self) -> NodeFacts:
+        """Only whose code it is: for a node that is made on behalf of this one."""
+        return NodeFacts(owner=self.owner, where=self.where)
+
+
+_NOTHING = NodeFacts()
+
+
+class Facts:
+    """The facts of a graph's nodes; of a node without an entry nothing is known."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, NodeFacts] = {}
+
+    def __getitem__(self, node: fx.Node) -> NodeFacts:
+        return self._known.get(node.name, _NOTHING)
+
+    def __setitem__(self, node: fx.Node, facts: NodeFacts) -> None:
+        self._known[node.name] = facts
+
+    def learn(self, node: fx.Node, **changes: Any) -> None:
+        """Replace some of what is known about a node."""
+        self._known[node.name] = dataclasses.replace(self[node], **changes)
+
+    def tensors(self, node: fx.Node) -> Iterator[TensorSpec]:
+        """Yield the specs of the tensors in a node's value."""
+        return (leaf for _, leaf in walk(self[node].spec) if isinstance(leaf, TensorSpec))
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        """Say whether a gradient can come back through a node's value."""
+        return any(spec.requires_grad for spec in self.tensors(node))
+
+    def last_part(self, node: fx.Node) -> fx.Node:
+        """Return the last of the nodes behind this one that only take parts of its value."""
+        while node.next.op == "call_function" and self[node.next].is_part:
+            node = node.next
+        return node
+
+    def part(self, node: fx.Node, key: Any) -> fx.Node | None:
+        """Return the node that takes one part of another node's value, if there is one."""
+        for user in node.users:
+            if self[user].is_part and user.args[0] is node and user.args[1:] == (key,):
+                return user
+        return None

@@ -1,0 +1,74 @@
+"""What is known about nodes is in the table of facts, and nowhere else."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpipe.graph.capture.capture import capture
+from fxpipe.graph.facts import Facts, NodeFacts
+from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.markers import pipe_split
+from fxpipe.graph.pipe import pipeline
+
+ROOT = Path(__file__).parents[2] / "fxpipe"
+
+
+class Everything(nn.Module):
+    """Buffers that change, views, nested values, autocast, checkpoint and a training flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count.add_(1)
+        x = self.norm(self.first(x))
+        with torch.no_grad():
+            mask = torch.ones_like(x)
+        mask[:, 0] = 0
+        x = checkpoint(self.second, x * mask, use_reentrant=False)
+        pipe_split()
+        x = x.chunk(2, dim=1)[0] if self.training else x.split(2, dim=1)[0]
+        return {"x": x.to(self.first.weight.dtype), "count": self.count + 0}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.name)
+def test_no_module_writes_on_the_nodes(path):
+    assert ".meta" not in path.read_text().replace(".metadata", "")
+
+
+def test_nodes_of_traced_and_stage_graphs_carry_nothing():
+    model = Everything()
+    pipe = pipeline(model, (torch.randn(3, 4),))
+    traced = capture(model, (torch.randn(3, 4),))
+
+    graphs = [traced.graph, *(stage.module.graph for stage in pipe.stages)]
+    assert [dict(node.meta) for graph in graphs for node in graph.nodes if node.meta] == []
+
+
+def test_a_copy_of_a_graph_has_the_same_facts():
+    pipe = pipeline(Everything(), (torch.randn(3, 4),))
+    stage = pipe.stages[0]
+    copied = copy.deepcopy(stage.module)
+
+    for ours, theirs in zip(stage.module.graph.nodes, copied.graph.nodes, strict=True):
+        assert stage.facts[ours] is stage.facts[theirs]
+    assert any(stage.facts.has_gradient(node) for node in copied.graph.nodes)
+
+
+def test_nothing_is_known_about_a_node_without_an_entry():
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    facts = Facts()
+
+    assert facts[node] == NodeFacts()
+    facts.learn(node, spec=(TensorSpec((2,), torch.float32, True), 3))
+    assert facts.has_gradient(node)
+    assert [str(spec) for spec in facts.tensors(node)] == ["float32[2]"]

@@ -47,6 +47,21 @@ EXCEPTIONS = {
     ("planner/plan_report.py", "viz"),
 }
 
+# The rooms of a package, lowest first: a room imports from those before it. Files of the
+# package itself are named one by one; the result of all rooms comes last.
+ROOMS = {
+    "graph": (
+        {"interface", "dims", "inputs", "markers", "nested", "source_line", "facts", "arguments"},
+        {"sizes"},
+        {"sandbox"},
+        {"record"},
+        {"capture"},
+        {"flow"},
+        {"cut"},
+        {"pipe", "info", "saved_split", "pipe_text", "flops", "check"},
+    ),
+}
+
 MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
 
@@ -94,6 +109,24 @@ def test_imports_go_downwards(path):
         known = there == here or there in ALLOWED[here]
         excused = (path.relative_to(ROOT).as_posix(), there) in EXCEPTIONS
         assert known or excused, f"{path}:{line}: {here} must not know {there}"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_downwards(package):
+    level = {room: height for height, rooms in enumerate(ROOMS[package]) for room in rooms}
+    faults = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        here = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        for line, name in imports_of(path):
+            words = name.split(".")
+            if words[:2] == ["fxpipe", package] and len(words) > 2:
+                there = words[2]
+                if there in level and level[there] > level[here]:
+                    faults.append(f"{path}:{line}: {here} must not know {there}")
+
+    assert faults == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -33,8 +33,8 @@ from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.graph_calls import Refusal
+from fxpipe.graph.record.leaf_runs import DATA_DEPENDENT
 from fxpipe.graph.record.messages import a_value_decides
-from fxpipe.graph.record.opruns import DATA_DEPENDENT
 from fxpipe.graph.record.python_random import watched_draws
 from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE

@@ -21,7 +21,7 @@ from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from fxpipe.graph.facts import Facts, Region
-from fxpipe.graph.record.graph_calls import after, given
+from fxpipe.graph.record.graph_calls import GraphCall, after, given
 
 __all__ = ["with_checkpoints"]
 
@@ -155,18 +155,14 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-class Checkpointed:
+class Checkpointed(GraphCall):
     """A callable that runs a graph under `torch.utils.checkpoint`."""
 
     def __init__(self, graph: fx.Graph, options: Mapping[str, Any]) -> None:
+        super().__init__("checkpoint")
         self.graph = graph
         self._run = fx.GraphModule(nn.Module(), graph).forward
         self._options = dict(options)
-        self.__name__ = self.__qualname__ = "checkpoint"
-        self.__module__ = __name__
 
     def __call__(self, *inputs: Any) -> Any:
         return torch_checkpoint.checkpoint(self._run, *inputs, use_reentrant=False, **self._options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Checkpointed:
-        return self

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import sympy
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import InputError, TraceError
 from fxpipe.graph.dims import evaluate, text
 from fxpipe.graph.facts import Ambient
-from fxpipe.graph.nested import closed_over
+from fxpipe.graph.nested import closed_over, walk
+from fxpipe.graph.source_line import Place
 
 __all__ = [
     "ACCESS",
+    "Agreed",
+    "AgreedSizes",
     "Applied",
     "Constant",
     "Formula",
     "Fresh",
+    "GraphCall",
+    "Mapped",
     "OnlyIf",
     "Rebuild",
     "Refusal",
@@ -39,6 +46,7 @@ __all__ = [
     "child_of",
     "device_of",
     "dtype_of",
+    "function_modes",
     "given",
     "like",
     "or_zeros",
@@ -75,49 +83,48 @@ def after(value: Any, change: Any) -> Any:
     return value
 
 
-class Rebuild:
+class GraphCall:
+    """A callable of ours in a graph: it has a name, and a deep copy of it is itself."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+class Rebuild(GraphCall):
     """A callable that builds a nested value from its children; one level only."""
 
     def __init__(self, kind: type, make: Callable[[tuple[Any, ...]], Any]) -> None:
+        super().__init__(f"make_{kind.__name__}")
         self._make = make
-        self.__name__ = self.__qualname__ = f"make_{kind.__name__}"
-        self.__module__ = __name__
 
     def __call__(self, *children: Any) -> Any:
         return self._make(children)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rebuild:
-        return self
 
-
-class Applied:
+class Applied(GraphCall):
     """A callable that applies a `torch.autograd.Function`, with its own backward."""
 
     def __init__(self, function: type) -> None:
+        super().__init__(function.__name__)
         self._function: Any = function
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__module__ = __name__
 
     def __call__(self, *args: Any) -> Any:
         return self._function.apply(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return self
 
-
-class Constant:
+class Constant(GraphCall):
     """A callable that returns an object which graph code cannot write down."""
 
     def __init__(self, value: Any) -> None:
+        super().__init__(f"constant_{type(value).__name__}")
         self._value = value
-        self.__name__ = self.__qualname__ = f"constant_{type(value).__name__}"
-        self.__module__ = __name__
 
     def __call__(self) -> Any:
         return self._value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Constant:
-        return self
 
 
 class Fresh(Constant):
@@ -148,19 +155,15 @@ class TracedDtype(Constant):
         self.dtype, self.limit = dtype, limit
 
 
-class Refusal:
+class Refusal(GraphCall):
     """A callable that raises: what was traced in this mode cannot be run."""
 
     def __init__(self, message: str) -> None:
+        super().__init__("refuse")
         self.message = message
-        self.__name__ = self.__qualname__ = "refuse"
-        self.__module__ = __name__
 
     def __call__(self) -> None:
         raise TraceError(self.message)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Refusal:
-        return self
 
 
 def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
@@ -190,35 +193,28 @@ def device_of(value: Any) -> torch.device:
     return torch.device("cpu") if value is None else value.device
 
 
-class Formula:
+class Formula(GraphCall):
     """A callable that computes a size from others."""
 
     def __init__(self, expr: sympy.Basic, names: Sequence[str]) -> None:
+        super().__init__("size_" + "".join(c if c.isalnum() else "_" for c in text(expr)))
         self._expr = expr
         self._names = tuple(names)
-        self.__name__ = self.__qualname__ = "size_" + "".join(
-            c if c.isalnum() else "_" for c in text(expr)
-        )
-        self.__module__ = __name__
 
     def __call__(self, *sizes: int) -> Any:
         return evaluate(self._expr, dict(zip(self._names, sizes, strict=True)))
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Formula:
-        return self
 
-
-class Within:
+class Within(GraphCall):
     """A callable that runs another under the settings it was traced with."""
 
     def __init__(self, ambient: Ambient, target: Any) -> None:
-        self._ambient = ambient
-        self._target = target
         name = getattr(target, "__name__", str(target or "call"))
         words = ["no_grad"] if ambient.grad is False else []
         words += ["autocast"] if ambient.autocast else []
-        self.__name__ = self.__qualname__ = "_".join([name, *words])
-        self.__module__ = __name__
+        super().__init__("_".join([name, *words]))
+        self._ambient = ambient
+        self._target = target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -230,25 +226,116 @@ class Within:
                 )
             return _call(self._target, args, kwargs)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Within:
-        return self
 
-
-class OnlyIf:
+class OnlyIf(GraphCall):
     """A callable that runs another in one mode only; its first argument is the flag."""
 
     def __init__(self, training: bool, target: Any) -> None:
+        name = getattr(target, "__name__", str(target or "call"))
+        super().__init__(f"{name}_if_{'training' if training else 'evaluating'}")
         self._training = training
         self._target = target
-        name = getattr(target, "__name__", str(target or "call"))
-        self.__name__ = self.__qualname__ = f"{name}_if_{'training' if training else 'evaluating'}"
-        self.__module__ = __name__
 
     def __call__(self, training: bool, *args: Any, **kwargs: Any) -> Any:
         return _call(self._target, args, kwargs) if training is self._training else None
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> OnlyIf:
-        return self
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the modes that see torch functions now, the outermost first."""
+    stack: Any = torch.overrides._get_current_function_mode_stack
+    return list(stack())
+
+
+class Mapped(GraphCall):
+    """A callable that runs a function under `torch.vmap`, and under the modes around it.
+
+    Inside vmap tensors have no storage and no size of their own that a trace could
+    follow, so the mapped function is not looked into. What it closes over travels as
+    arguments (see `nested.branch`).
+    """
+
+    def __init__(self, modes: Sequence[TorchFunctionMode]) -> None:
+        super().__init__("vmap")
+        self._modes = tuple(modes)
+
+    def __call__(
+        self, function: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        active = function_modes()
+        with ExitStack() as stack:
+            for mode in self._modes:
+                if mode not in active:
+                    stack.enter_context(mode)
+            mapped = torch.vmap(
+                function, in_dims, out_dims, randomness=randomness, chunk_size=chunk_size
+            )
+            return mapped(*args, **kwargs)
+
+
+class Agreed(GraphCall):
+    """A callable that asks a function again and compares with the traced answer.
+
+    Where opened code looked at values of the model's inputs, the graph holds what it did
+    for the example. Other inputs are refused, by the line that would go another way.
+    """
+
+    def __init__(self, func: Any, place: Place) -> None:
+        super().__init__(f"agreed_{getattr(func, '__name__', 'value')}")
+        self._func = func
+        self._place = place
+
+    def __call__(self, expected: Any, *args: Any, **kwargs: Any) -> None:
+        if _has_no_values((args, kwargs)):
+            return
+        found = self._func(*args, **kwargs)
+        if not _is_same(expected, found):
+            raise InputError(
+                f"the model looks at values of its inputs and was traced where\n  {self._place}: "
+                f"{self._place.source}\ngave {expected!r}; these inputs give {found!r}, so it "
+                f"would do something else\n{_ADVICE}"
+            )
+
+
+class AgreedSizes(GraphCall):
+    """A callable that compares the sizes of tensors with those that were traced."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__("agreed_sizes")
+        self._place = place
+
+    def __call__(self, output: Any, expected: Any) -> None:
+        if _has_no_values(output):
+            return
+        found = [list(leaf.shape) for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        if found != [list(shape) for shape in expected]:
+            raise InputError(
+                "a size depends on values of the inputs, and later stages rely on how it was "
+                f"traced:\n  {self._place}: {self._place.source}\nshould be of size "
+                f"{_text(expected)}, and is of size {_text(found)}\n{_ADVICE}"
+            )
+
+
+_ADVICE = (
+    "trace with inputs like these, or move the splits so that this code is inside a submodule "
+    "that is not split"
+)
+
+
+def _has_no_values(value: Any) -> bool:
+    tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
+    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _is_same(expected: Any, found: Any) -> bool:
+    try:
+        return bool(expected == found)
+    except ValueError:  # arrays
+        return bool((expected == found).all())
+
+
+def _text(shapes: Any) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
 
 
 def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,19 +18,25 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, contents, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
+from fxpipe.graph.record.torch_functions import INSISTENT
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
 from fxpipe.graph.sizes.learn import Values, empty, exprs_in, hints_of, learn_sizes, number_at
 
-__all__ = ["LeafOutcome", "LeafRuns", "fresh"]
+__all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "fresh", "run_operation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -391,3 +397,45 @@ def _may_split(kind: type) -> bool:
 def _plain_value(value: Any) -> Any:
     # Comparing arbitrary module globals must not run their __eq__.
     return value if type(value) in (type(markers), type(markers.pipe_split)) else None
+
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+
+
+def run_operation(
+    leaves: LeafRuns,
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    real: bool,
+    explain: Callable[[], str],
+) -> Any:
+    """Return what a torch function of opened code returns, by whatever way works.
+
+    Most functions follow symbolic sizes. Some insist on sizes that do not matter to them,
+    or cannot follow; those run at plain sizes, like leaves. `real` allows a run on made-up tensors.
+
+    Raises:
+        ValueDecidesError: values decide what happens, with the text of `explain`.
+    """
+    try:
+        if any(word in getattr(func, "__name__", "") for word in INSISTENT):
+            found = leaves.run_function(func, args, kwargs)
+            if found:
+                return found[0]
+        return func(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, DATA_DEPENDENT) and not real:
+            raise ValueDecidesError(explain()) from None
+        # Some operations cannot follow symbols; learn the sizes like those of a leaf.
+        found = leaves.run_function(func, args, kwargs)
+        if found:
+            return found[0]
+        if real:
+            return leaves.run_function_real(func, args, kwargs, error)
+        raise

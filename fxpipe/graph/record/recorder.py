@@ -27,22 +27,32 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
-from fxpipe.graph.record.agreed import Agreed, AgreedSizes
 from fxpipe.graph.record.ambient import Surroundings
 from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
-from fxpipe.graph.record.graph_calls import Applied, Refusal
-from fxpipe.graph.record.leaf_runs import LeafRuns
-from fxpipe.graph.record.mapped import Mapped, function_modes
+from fxpipe.graph.record.graph_calls import (
+    Agreed,
+    AgreedSizes,
+    Applied,
+    Mapped,
+    Refusal,
+    function_modes,
+)
+from fxpipe.graph.record.leaf_runs import LeafRuns, run_operation
 from fxpipe.graph.record.messages import a_draw, a_value_decides, an_unknown_tensor
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
-from fxpipe.graph.record.opruns import run_operation
 from fxpipe.graph.record.python_random import Chance
 from fxpipe.graph.record.state_writes import StateWatch
-from fxpipe.graph.record.substitutes import stacked, stacked_indices, substitute
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
-from fxpipe.graph.record.torch_functions import as_node, is_metadata, plain_tuples
+from fxpipe.graph.record.torch_functions import (
+    as_node,
+    is_metadata,
+    plain_tuples,
+    stacked,
+    stacked_indices,
+    substitute,
+)
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,21 +64,28 @@ def equal_layers(costs: GraphCosts, num_stages: int) -> dict[str, int]:
 def balance(traced: TracedGraph, num_stages: int) -> dict[str, float]:
     """The slowest stage over the mean for each way to split."""
     sizes = dict(traced.hints)
-    costs = GraphCosts.of(traced, sizes)
+    costs = GraphCosts.of(traced, sizes, vary=())
     load = workload_of(costs, sizes, DEFAULT_HARDWARE, Training())
     ways: dict[str, Mapping[str, int]] = {
         "cost": auto_split(num_stages)(traced).stage_of,
         "layers": equal_layers(costs, num_stages),
         "parameters": equal_parameters(costs, num_stages),
     }
-    return {name: _slowest(load, found, num_stages) for name, found in ways.items()}
+    return {name: _slowest(costs, load, found, num_stages, sizes) for name, found in ways.items()}
 
 
-def _slowest(load: Workload, stage_of: Mapping[str, int], num_stages: int) -> float:
+def _slowest(
+    costs: GraphCosts,
+    load: Workload,
+    stage_of: Mapping[str, int],
+    num_stages: int,
+    sizes: Mapping[str, int],
+) -> float:
     nodes: list[list[str]] = [[] for _ in range(num_stages)]
-    for node in load.costs.nodes:
+    for node in costs.nodes:
         nodes[stage_of[node.name]].append(node.name)
-    stages, edges = numbers_of(replace(load, nodes=tuple(map(tuple, nodes))), range(num_stages))
+    parts = Workload(load.work, tuple(map(tuple, nodes)), load.loads)
+    stages, edges = numbers_of(costs, parts, range(num_stages), sizes, Training())
     loads = [stage.time for stage in stages]
     mean = math.fsum(loads) / num_stages
     for (source, target), (there, back) in edges.items():

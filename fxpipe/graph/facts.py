@@ -50,6 +50,7 @@ class NodeFacts:
     - `writes`: names of buffers that it changes
     - `storage`, `is_view`: the memory of its value, if some node changes that in place
     - `changes`: the memories that it changes in place
+    - `draws`: it takes random numbers from torch's own generator
     """
 
     spec: Any = None
@@ -65,6 +66,7 @@ class NodeFacts:
     storage: int | None = None
     is_view: bool = False
     changes: frozenset[int] = frozenset()
+    draws: bool = False
 
     @property
     def origin(self) -> NodeFacts:

@@ -20,7 +20,7 @@ from torch import nn
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, solve, symbol, text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import Accessor, branch, has_tensor, map_leaves, walk
+from fxpipe.graph.nested import Accessor, branch, has_tensor, map_leaves, snapshot, walk
 
 __all__ = [
     "InputSignature",
@@ -324,8 +324,11 @@ def _condition_faults(conditions: Iterable[sympy.Basic], values: dict[str, int])
 
 
 def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-    """Return inputs with each tensor replaced by its `TensorSpec`, as `spec` gives it."""
-    result: dict[str, Any] = map_leaves(
-        lambda leaf: spec(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(named)
+    """Return inputs with each tensor replaced by its `TensorSpec`, as `spec` gives it.
+
+    Constants are copied: the user may change a dict of options between two calls.
+    """
+    result: dict[str, Any] = snapshot(
+        map_leaves(lambda leaf: spec(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(named))
     )
     return result

@@ -306,7 +306,7 @@ def _trace_once(
         stack.enter_context(mode)
         try:
             with trace:
-                args, kwargs = _refill(task.call, named, fakes)
+                args, kwargs = _refill(module, task.call, fakes)
                 output = module(*args, **kwargs)
             trace.finish(output)
         except TraceError:
@@ -332,20 +332,18 @@ def _devices(state: FakeState, named: Mapping[str, Any]) -> frozenset[torch.devi
     return frozenset(on_trace_device(tensor) for tensor in tensors)
 
 
-def _refill(call: tuple[Any, Any], named: Mapping[str, Any], fakes: Mapping[str, Any]) -> Any:
-    fake_of: dict[int, Any] = {}
-    for (_, real), (_, fake) in zip(walk(dict(named)), walk(dict(fakes)), strict=True):
-        if isinstance(real, torch.Tensor):
-            fake_of[id(real)] = fake
-    by_value = {id(named[name]): fakes[name] for name in named}
-
-    def one(value: Any) -> Any:
-        if id(value) in by_value:
-            return by_value[id(value)]
-        return map_leaves(lambda leaf: fake_of.get(id(leaf), leaf), value)
-
+def _refill(module: nn.Module, call: tuple[Any, Any], fakes: Mapping[str, Any]) -> Any:
+    """Return the call with fakes, found by position: one tensor may be given twice."""
     args, kwargs = call
-    return tuple(one(arg) for arg in args), {name: one(value) for name, value in kwargs.items()}
+    positions = tuple(range(len(args)))
+    named = name_call(parameters_of(module), positions, {name: name for name in kwargs})
+    at: dict[Any, Any] = {}
+    for name, place in named.items():
+        if isinstance(place, tuple):
+            at.update(zip(place, fakes[name], strict=True))
+        else:
+            at[place] = fakes[name]
+    return tuple(at[position] for position in positions), {name: at[name] for name in kwargs}
 
 
 def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:

@@ -24,7 +24,6 @@ from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
 from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.record.constant_values import RANDOM
 from fxpipe.graph.source_line import Place
 
 __all__ = ["Assignment", "by_markers", "cut"]
@@ -116,30 +115,22 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
 
 
 def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, int]:
-    """Return the stages, with draws of random numbers no earlier than what ran before them.
+    """Return the stages, with draws of random numbers in the order of the plain model.
 
-    A draw that reads nothing could run anywhere, but in an early stage it would take
-    the numbers that in the plain model go to a dropout in between.
+    A dropout that reads little could run in an early stage, but there it would take the
+    numbers that in the plain model go to a dropout which comes first.
     """
     stage_of = dict(assignment.stage_of)
-    last = assignment.num_stages - 1
-
-    def limit(node: fx.Node) -> int:
-        if node.op not in ("call_function", "call_method"):
-            return stage_of.get(node.name, last)
-        return min((limit(user) for user in node.users), default=last)
-
     latest = 0
     moved: dict[fx.Node, int] = {}
     for node in work_nodes(traced):
         if node.name not in stage_of:
             continue
-        name = getattr(node.target, "__name__", node.target)
         wanted = max((moved.get(source, 0) for source in node.all_input_nodes), default=0)
-        if not node.all_input_nodes and name in RANDOM:
-            wanted = min(latest, limit(node))
+        if traced.facts[node].draws:
+            wanted = max(wanted, latest)
         if wanted > stage_of[node.name]:
             stage_of[node.name] = moved[node] = wanted
-        if node.op == "call_module":
+        if traced.facts[node].draws:
             latest = max(latest, stage_of[node.name])
     return stage_of

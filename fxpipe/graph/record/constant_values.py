@@ -17,7 +17,7 @@ import torch
 from fxpipe.errors import TraceError
 from fxpipe.graph.nested import SYMBOLIC, map_leaves, walk
 
-__all__ = ["DECISIONS", "RANDOM", "Decisions", "ValueDecidesError"]
+__all__ = ["DECISIONS", "RANDOM", "Decisions", "ValueDecidesError", "is_draw"]
 
 # Functions that hand the value of a tensor to Python.
 DECISIONS = frozenset(
@@ -28,8 +28,27 @@ _UNIFORM = {"rand", "rand_like", "uniform_"}
 RANDOM = {
     *_UNIFORM, "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
     "bernoulli", "bernoulli_", "multinomial", "exponential_", "random_", "dropout", "poisson",
+    "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
+    "feature_dropout", "gumbel_softmax", "rrelu", "rrelu_", "cauchy_", "geometric_",
+    "log_normal_", "fractional_max_pool2d", "fractional_max_pool3d",
+}  # fmt: skip
+# Functions with a rate of dropout among their arguments, by its position.
+_RATED = {
+    "scaled_dot_product_attention": ("dropout_p", 4), "multi_head_attention_forward": (
+        "dropout_p", 10), "dropout": ("p", 1), "dropout1d": ("p", 1), "dropout2d": ("p", 1),
+    "dropout3d": ("p", 1), "alpha_dropout": ("p", 1), "feature_alpha_dropout": ("p", 1),
 }  # fmt: skip
 _LARGEST = 1024  # elements of a tensor that is worth following
+
+
+def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Say whether a function takes random numbers, in training at least."""
+    name = _name(func)
+    if name in _RATED:
+        keyword, position = _RATED[name]
+        rate = kwargs.get(keyword, args[position] if len(args) > position else name in RANDOM)
+        return bool(rate != 0)
+    return name in RANDOM
 
 
 class ValueDecidesError(TraceError):

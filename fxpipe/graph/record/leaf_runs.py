@@ -45,7 +45,8 @@ class LeafOutcome:
 
     `changed` were modified in place. Of `untouched` no operation used the values.
     `is_likely`: its sizes may depend on values, and were learnt from some of them.
-    `wrote` names the buffers of the leaf that it changed in place.
+    `wrote` names the buffers of the leaf that it changed in place. `draws`: it takes
+    random numbers.
     """
 
     output: Any
@@ -53,6 +54,7 @@ class LeafOutcome:
     untouched: tuple[int, ...]
     is_likely: bool = False
     wrote: tuple[str, ...] = ()
+    draws: bool = False
 
 
 class LeafRuns:
@@ -66,6 +68,7 @@ class LeafRuns:
         self._alive: list[Any] = []
         self._touched: set[int] | None = set()
         self.example: ExampleValues | None = None
+        self.draws = False
         self.runs = 0
 
     def run(
@@ -76,9 +79,10 @@ class LeafRuns:
         if key is None or key not in self._outcomes:
             before = contents((args, kwargs))
             buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+            self.draws = False
             outcome = self._run(module, call, args, kwargs)
             wrote = tuple(name for name, buffer, old in buffers if buffer._version != old)
-            outcome = dataclasses.replace(outcome, wrote=wrote)
+            outcome = dataclasses.replace(outcome, wrote=wrote, draws=self.draws)
             is_special = outcome.is_likely and self.example is not None
             if key is None or is_special or contents((args, kwargs)) != before:
                 return outcome
@@ -338,6 +342,7 @@ _INDEX_LIKE = {
     "layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "idx", "index",
     "block_idx", "block_id", "block_index", "depth_idx", "i",
 }  # fmt: skip
+_RATED = tuple(f"torch.nn.modules.{name}" for name in ("dropout", "batchnorm", "normalization"))
 _OWN = {
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
     "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
@@ -360,10 +365,15 @@ def _one_module_key(module: nn.Module) -> Hashable:
         for name, tensor in place.items()
         if tensor is not None
     )
+    # A rate or an epsilon of torch's own layers decides no size.
+    is_rated = type(module).__module__ in _RATED
     attributes = tuple(
         (name, _value_key(value))
         for name, value in vars(module).items()
-        if name not in _OWN and name not in _INDEX_LIKE and not isinstance(value, torch.Tensor)
+        if name not in _OWN
+        and name not in _INDEX_LIKE
+        and not isinstance(value, torch.Tensor)
+        and not (is_rated and isinstance(value, float))
     )
     return (type(module), tensors, attributes)
 
@@ -372,7 +382,7 @@ def _value_key(value: Any) -> Hashable:
     if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device, type)):
         return (type(value).__name__, value)
     if isinstance(value, float):
-        return "float"  # a rate or an epsilon: it does not decide a shape
+        return ("float", value)
     if isinstance(value, (tuple, list)) and len(value) < 64:
         return (type(value).__name__, tuple(_value_key(part) for part in value))
     if isinstance(value, dict) and len(value) < 64:

@@ -28,7 +28,7 @@ from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
 from fxpipe.graph.record.ambient import Surroundings
-from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError
+from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.graph_calls import (
     Agreed,
@@ -113,6 +113,7 @@ class Trace(TorchFunctionMode):
         args = stacked_indices(func, args, self._stacked)
         if self._leaf_stack:
             self._leaves.touch((*args, *kwargs.values()))
+            self._leaves.draws |= is_draw(func, args, kwargs)
             output = func(*args, **kwargs)
         else:
             output = self._operation(func, args, kwargs)
@@ -248,6 +249,7 @@ class Trace(TorchFunctionMode):
             node,
             writes=frozenset(f"{name}.{buffer}" for buffer in outcome.wrote),
             untouched=tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched),
+            draws=outcome.draws,
         )
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
@@ -275,6 +277,8 @@ class Trace(TorchFunctionMode):
         op, target, node_args, node_kwargs = as_node(func, args, kwargs)
         node_args, node_kwargs = plain_tuples(node_args), plain_tuples(node_kwargs)
         node = self.tape.write(op, target, self._argument(node_args), self._argument(node_kwargs))
+        if is_draw(func, args, kwargs):
+            self.tape.facts.learn(node, draws=True)
         self.tape.adopt(node, output, tensors)
         for tensor in changed:
             self.tape.changed(tensor, node)

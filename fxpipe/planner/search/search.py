@@ -28,7 +28,7 @@ from fxpipe.planner.search.candidates import Candidate, outline
 from fxpipe.planner.search.estimate import Memory, Prediction, predict, stage_costs
 from fxpipe.planner.search.option import Option
 from fxpipe.program import Placement, Program
-from fxpipe.program.play.collector import collector_paused
+from fxpipe.program.collector import collector_paused
 
 __all__ = ["Pricing", "Search"]
 
@@ -300,12 +300,13 @@ class Search:
         nodes: list[list[str]] = [[] for _ in range(candidate.num_stages)]
         for node in self.pricing.costs.nodes:
             nodes[stage_of[node.name]].append(node.name)
-        return replace(load, nodes=tuple(map(tuple, nodes)))
+        return Workload(load.work, tuple(map(tuple, nodes)), load.loads)
 
     def _option(
         self, candidate: Candidate, load: Workload, cut: Sequence[int], bound: float
     ) -> Option:
-        stages, edges = numbers_of(load, cut)
+        sizes, training = self._sizes(candidate), self._training(candidate)
+        stages, edges = numbers_of(self.pricing.costs, load, cut, sizes, training)
         nodes: list[list[str]] = [[] for _ in range(candidate.num_stages)]
         for item, names in enumerate(load.nodes):
             nodes[cut[item]] += names

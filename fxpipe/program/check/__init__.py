@@ -1,1 +1,0 @@
-"""Refuse programs that would compute something else, or hang."""

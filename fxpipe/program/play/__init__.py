@@ -1,1 +1,0 @@
-"""Play programs in time, by number and quickly."""

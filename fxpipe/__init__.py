@@ -14,51 +14,28 @@ the migration, and a few more:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import (
-    FxpipeError,
-    InputError,
-    PipeliningShapeError,
-    PlanError,
-    RemoteStageError,
-    ScheduleError,
-    SplitError,
-    TraceError,
-)
-from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
 from fxpipe.logs import configure_from_environment
-from fxpipe.microbatch import (
-    Microbatches,
-    Replicate,
-    TensorChunkSpec,
-    merge_chunks,
-    split_args_kwargs_into_chunks,
-)
-from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
-from fxpipe.runtime.stage.loss import aux_loss, collect_aux_losses
-from fxpipe.runtime.wire.local_group import LocalGroup
-from fxpipe.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleDualPipeVPaired,
-    ScheduleFromProgram,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleVHalf,
-    ScheduleVMin,
-    ScheduleWave,
-    ScheduleZBH1,
-    ScheduleZBH2,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
-from fxpipe.stage import PipelineStage, build_stage
 
 if TYPE_CHECKING:
+    from fxpipe.errors import (
+        FxpipeError,
+        InputError,
+        PipeliningShapeError,
+        PlanError,
+        RemoteStageError,
+        ScheduleError,
+        SplitError,
+        TraceError,
+    )
+    from fxpipe.graph.markers import SplitPoint, pipe_split
+    from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
+    from fxpipe.microbatch import (
+        Microbatches,
+        Replicate,
+        TensorChunkSpec,
+        merge_chunks,
+        split_args_kwargs_into_chunks,
+    )
     from fxpipe.planner.cost.hardware import Hardware
     from fxpipe.planner.cost.measured import Profile
     from fxpipe.planner.order.improve import improve
@@ -66,34 +43,76 @@ if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan, plan
     from fxpipe.planner.search.auto_split import auto_split
     from fxpipe.planner.search.profile import profile
+    from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
+    from fxpipe.runtime.stage.loss import aux_loss, collect_aux_losses
+    from fxpipe.runtime.wire.local_group import LocalGroup
+    from fxpipe.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
+        Schedule1F1B,
+        ScheduleDualPipeV,
+        ScheduleDualPipeVPaired,
+        ScheduleFromProgram,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleLoopedBFS,
+        ScheduleVHalf,
+        ScheduleVMin,
+        ScheduleWave,
+        ScheduleZBH1,
+        ScheduleZBH2,
+        ScheduleZBVZeroBubble,
+        get_schedule_class,
+    )
+    from fxpipe.stage import PipelineStage, build_stage
 
 __version__ = "0.1.0"
 
 configure_from_environment()
 
-# Names of the planner, which is loaded when one of them is first used.
-_PLANNER = {
-    "Hardware": "cost.hardware",
-    "Plan": "plan",
-    "Profile": "cost.measured",
-    "auto_split": "search.auto_split",
-    "improve": "order.improve",
-    "partition": "partition.partition",
-    "plan": "plan",
-    "profile": "search.profile",
+# Where each public name lives. Torch and the rest are imported when a name is first used, so
+# that the command line can print its help at once.
+_HOMES = {
+    "errors": "FxpipeError InputError PipeliningShapeError PlanError RemoteStageError "
+    "ScheduleError SplitError TraceError",
+    "graph.markers": "SplitPoint pipe_split",
+    "graph.pipe": "Pipe PipeInfo pipeline",
+    "microbatch": "Microbatches Replicate TensorChunkSpec merge_chunks "
+    "split_args_kwargs_into_chunks",
+    "planner.cost.hardware": "Hardware",
+    "planner.cost.measured": "Profile",
+    "planner.order.improve": "improve",
+    "planner.partition.partition": "partition",
+    "planner.plan": "Plan plan",
+    "planner.search.auto_split": "auto_split",
+    "planner.search.profile": "profile",
+    "runtime.checkpoint": "load_checkpoint save_checkpoint",
+    "runtime.stage.loss": "aux_loss collect_aux_losses",
+    "runtime.wire.local_group": "LocalGroup",
+    "schedules": "PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV "
+    "ScheduleDualPipeVPaired ScheduleFromProgram ScheduleGPipe ScheduleInterleaved1F1B "
+    "ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleVHalf ScheduleVMin ScheduleWave "
+    "ScheduleZBH1 ScheduleZBH2 ScheduleZBVZeroBubble get_schedule_class",
+    "stage": "PipelineStage build_stage",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+_PACKAGES = ("errors", "graph", "microbatch", "program", "runtime", "schedules", "stage", "viz")
 
+if not TYPE_CHECKING:  # with it a type checker would believe in any name
 
-def __getattr__(name: str) -> Any:
-    if name not in _PLANNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"fxpipe.planner.{_PLANNER[name]}"), name)
-    globals()[name] = found
-    return found
+    def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return import_module(f"fxpipe.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"fxpipe.{_HOME_OF[name]}"), name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLANNER})
+    return sorted({*globals(), *_HOME_OF})
 
 
 __all__ = [

@@ -227,7 +227,8 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _show(found: Plan, top: int) -> None:
-    from fxpipe.planner.plan_text import bytes_text, plan_text, seconds_text
+    from fxpipe.planner.plan_text import plan_text
+    from fxpipe.text import bytes_text, seconds_text
 
     typer.echo(plan_text(found, others=0))
     rows = [

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import StageInterface
+from fxpipe.text import aligned, bytes_text
 
 __all__ = ["readable", "table"]
 
@@ -27,7 +28,7 @@ def table(name: str, modules: Sequence[fx.GraphModule], info: PipeInfo) -> str:
     every = sum(p.numel() for p in _once(modules))
     stages = "1 stage" if len(modules) == 1 else f"{len(modules)} stages"
     head = f"{name}: {stages}, {every:,} parameters in {number} tensors"
-    return "\n".join([head, "", *_aligned(rows), *_notes(info)])
+    return "\n".join([head, "", *aligned(rows, left=(1, 4, 5), rule=True), *_notes(info)])
 
 
 def _stage_rows(
@@ -40,7 +41,7 @@ def _stage_rows(
     if index == info.num_stages - 1:
         sends.append("the model's output")
     names = _wrapped(_called(module)) or ["-"]
-    held = [f"{count:,}", f"({_bytes(size)})"] if count else ["-"]
+    held = [f"{count:,}", f"({bytes_text(size)})"] if count else ["-"]
     depth = max(len(receives), len(sends), len(names), len(held), 1)
     columns = [
         [str(index)], names, held, [share], receives or ["-"], sends or ["-"],
@@ -98,20 +99,6 @@ def _wrapped(names: Sequence[str]) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for place, row in enumerate(rows):
-        cells = [
-            cell.rjust(width) if column in (0, 2, 3) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-        if place == 0:
-            lines.append("  ".join("-" * width for width in widths))
-    return lines
-
-
 def _notes(info: PipeInfo) -> list[str]:
     lines = [""]
     for tie in info.tied:
@@ -131,14 +118,6 @@ def _notes(info: PipeInfo) -> list[str]:
             "static: " + ", ".join(f"{s.input} dimension {s.dim} = {s.size}" for s in static)
         )
     return lines if len(lines) > 1 else []
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def readable(stages: Sequence[tuple[fx.GraphModule, StageInterface]]) -> str:

@@ -10,35 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.planner.search.estimate import Memory
 from fxpipe.planner.search.option import Option, loss_of
+from fxpipe.text import aligned, bytes_text, html_table, seconds_text
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
 
 __all__ = [
-    "bytes_text",
     "plan_html",
     "plan_text",
-    "seconds_text",
     "shortage_text",
     "summary_lines",
     "table_rows",
 ]
-
-
-def bytes_text(count: float) -> str:
-    """Bytes with a unit, three digits."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """A time with a unit, three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 def table_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -115,7 +98,7 @@ def _cut_lines(option: Option) -> list[str]:
     if option.bound:
         # The bound counts transfers too, so it can lie above the compute time alone.
         why += f"; no cut gets compute and transfers below {seconds_text(option.bound)}"
-    return [why, *_aligned(rows, left=(8,))]
+    return [why, *_indented(rows, left=(8,))]
 
 
 def _span(modules: Sequence[str]) -> str:
@@ -149,19 +132,11 @@ def _other_lines(plan: Plan, most: int) -> list[str]:
         for option in plan.options[: most + 1]
     ]
     simulated = len(plan.options)
-    return [f"the best {len(rows) - 1} of {simulated} simulated:", *_aligned(rows, left=(3, 4))]
+    return [f"the best {len(rows) - 1} of {simulated} simulated:", *_indented(rows, left=(3, 4))]
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return lines
+def _indented(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
+    return [f"  {line}" for line in aligned(rows, left=left)]
 
 
 def shortage_text(
@@ -233,16 +208,7 @@ def plan_html(plan: Plan) -> str:
         )
     lines = "".join(f"<p>{escape(line)}</p>" for line in rest)
     return (
-        f"<div><p><b>{escape(head)}</b></p>{lines}{_html_table(others)}"
-        f"<p>{escape(_cut_lines(plan.best)[0])}</p>{_html_table(cut)}"
+        f"<div><p><b>{escape(head)}</b></p>{lines}{html_table(others)}"
+        f"<p>{escape(_cut_lines(plan.best)[0])}</p>{html_table(cut)}"
         f"<p>{escape(_memory_line(plan.best))}</p></div>"
     )
-
-
-def _html_table(rows: Sequence[Sequence[str]]) -> str:
-    first, *others = rows
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in first)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in others
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -23,6 +23,7 @@ from fxpipe.program.program import Placement, Program
 from fxpipe.program.simulate import simulate
 from fxpipe.program.timeline import Timeline
 from fxpipe.program.validate import Streams
+from fxpipe.text import aligned
 
 __all__ = ["Compared", "Comparison", "compare"]
 
@@ -84,14 +85,7 @@ class Comparison:
             )
             for row in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if index == 0 else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in (head, *body)
-        )
+        return "\n".join(aligned((head, *body)))
 
 
 def compare(

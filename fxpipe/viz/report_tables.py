@@ -7,7 +7,8 @@ from html import escape
 
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Costs, Kind, Program, Timeline, ValueKind
-from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text
+from fxpipe.text import count_text, flops_text
+from fxpipe.viz.drawing.numbers import Unit
 from fxpipe.viz.pipe_picture.outline import Outline, make_outline
 
 __all__ = ["comparison_table", "stage_table"]

@@ -56,7 +56,7 @@ def draw_timeline(
         measured: a second timeline of the same program, drawn below each rank's row in
             the same unit of time; see `stretch` for one in another unit.
         time_unit: "s", "ms" or "us" to show times so, any other word to append it.
-        memory_unit: "bytes" to show KiB, MiB, GiB; any other word to append it.
+        memory_unit: "bytes" to show kB, MB, GB; any other word to append it.
         memory: draw the curve of each rank's memory.
         transfers: draw what runs beside compute, if the timeline has any.
         critical_path: mark the chain of actions that the makespan hangs on.

@@ -12,7 +12,7 @@ def test_stages_are_shown_with_what_they_hold_take_and_send() -> None:
 
     assert "blocks.0 … blocks.1 (2 × Block)" in text
     assert "ids (model input)" in text
-    assert "float32[batch, sequence, 32] (2.0 KiB) to 1" in text
+    assert "float32[batch, sequence, 32] (2.05 kB) to 1" in text
     assert "tied: tokens.weight (0) = head.weight (1)" in text
     assert "def forward(self" in text
 

@@ -111,7 +111,7 @@ def test_tables_have_a_row_for_each():
 
     assert len(re.findall(r'<tr data-schedule="\d+">', text)) == len(candidates())
     assert re.findall(r'data-stage-rank="(\d)">(\d)<', text) == [(str(s), str(s)) for s in range(4)]
-    for expected in ("1.0 GFLOPs", "12.7 k", "1.0 MiB", "37.5%", "blocks.3, norm, head"):
+    for expected in ("1 GFLOPs", "12.7 k", "1.05 MB", "37.5%", "blocks.3, norm, head"):
         assert expected in text
 
 

@@ -22,8 +22,8 @@ from fxpipe.errors import InputError
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
-from fxpipe.viz.drawing.numbers import count_text, flops_text
-from fxpipe.viz.pipe_picture.outline import bytes_text, make_outline
+from fxpipe.text import count_text, flops_text
+from fxpipe.viz.pipe_picture.outline import make_outline, tensor_bytes
 
 __all__ = ["Traced", "pipe_json", "split_names", "split_pipe", "stage_table", "trace_model"]
 
@@ -107,7 +107,7 @@ def stage_table(traced: Traced) -> Table:
         takes = [f"{name} (model input)" for name in interface.model_inputs]
         takes += [f"{r.port.name} from {r.source_stage}" for r in interface.received]
         sends = [
-            f"{sent.port.name} {sent.port.spec} ({bytes_text(sent.port.spec, sizes)})"
+            f"{sent.port.name} {sent.port.spec} ({tensor_bytes(sent.port.spec, sizes)})"
             f" to {', '.join(map(str, sent.target_stages))}"
             for sent in interface.sent
         ] or [f"{output.text} (model output)" for output in stage.outputs]

@@ -30,6 +30,7 @@ from fxpipe.planner.partition.cut_search import Loads, capacity_bound, climb, po
 from fxpipe.planner.partition.cuts import Cuts, Totals, downsets, prefixes
 from fxpipe.planner.partition.work import Limits, Work
 from fxpipe.program import Placement
+from fxpipe.text import bytes_text
 
 __all__ = ["MOST_POSITIONS", "Partition", "partition", "shifted"]
 
@@ -223,7 +224,8 @@ def _explain(work: Work, placement: Placement, limits: Limits) -> str:
             items = [i for s in stages for i in tight.items(chain[s], chain[s + 1])]
             lines.append(
                 f"  rank {rank} (stage {', '.join(map(str, stages))}: {_names(work, items)}) "
-                f"needs {_bytes(needed)}, has {_bytes(has)}, missing {_bytes(needed - has)}"
+                f"needs {bytes_text(needed)}, has {bytes_text(has)}, "
+                f"missing {bytes_text(needed - has)}"
             )
     return (
         f"{len(work.items)} items do not fit on {placement.num_ranks} ranks; "
@@ -249,10 +251,3 @@ def _names(work: Work, items: list[int]) -> str:
     if len(items) == 1:
         return work.name(items[0])
     return f"{work.name(items[0])} .. {work.name(items[-1])}"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} bytes"

@@ -16,6 +16,7 @@ from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers
 from fxpipe.planner.search.candidates import Candidate
 from fxpipe.planner.search.estimate import Memory, Prediction, edges_of, stage_costs
 from fxpipe.program import Edges, Placement, Program, StageCosts, Timeline, lower, simulate
+from fxpipe.text import bytes_text
 
 __all__ = ["Option", "loss_of"]
 
@@ -134,7 +135,7 @@ def loss_of(option: Option, best: Option, limit: float) -> str:
         return "chosen"
     if option.missing(limit) > 0:
         fullest = max(range(len(option.prediction.memory)), key=lambda r: _total(option, r))
-        return f"rank {fullest} lacks {option.missing(limit) / 1e9:.3g} GB"
+        return f"rank {fullest} lacks {bytes_text(option.missing(limit))}"
     more = option.step_time / best.step_time - 1 if best.step_time else 0.0
     if more < 0.0005:
         return "as quick" if option.peak <= best.peak * 1.0005 else "as quick, but holds more"

@@ -1,4 +1,4 @@
-// Numbers as people read them; the same rules as fxpipe/viz/drawing/numbers.py.
+// Numbers as people read them; the same rules as fxpipe/text.py.
 const SECONDS = { s: 1, ms: 1e-3, us: 1e-6 };
 
 function numberText(value) {
@@ -9,21 +9,22 @@ function numberText(value) {
   return text;
 }
 
-function scaledText(value, base, names) {
+function scaledText(value, names) {
   let level = 0;
-  while (Math.abs(value) >= base * 0.9995 && level < names.length - 1) { value /= base; level += 1; }
-  const digits = level === 0 && Number.isInteger(value) ? 0 : Math.abs(value) < 10 ? 2 : 1;
-  return `${value.toFixed(digits)} ${names[level]}`;
+  while (Math.abs(value) >= 999.5 && level < names.length - 1) { value /= 1000; level += 1; }
+  return `${digitsText(value)} ${names[level]}`;
+}
+
+function digitsText(value) {
+  return Math.abs(value) >= 999.5 ? value.toFixed(0) : String(+value.toPrecision(3));
 }
 
 function unitText(value, unit) {
-  if (unit === "bytes") return scaledText(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]);
+  if (unit === "bytes") return scaledText(value, ["B", "kB", "MB", "GB", "TB", "PB"]);
   if (unit in SECONDS) {
     const seconds = value * SECONDS[unit];
-    for (const [size, name] of [[1, "s"], [1e-3, "ms"]]) {
-      if (Math.abs(seconds) >= size * 0.9995) return `${+(seconds / size).toPrecision(4)} ${name}`;
-    }
-    return `${+(seconds / 1e-6).toPrecision(4)} µs`;
+    if (seconds === 0 || Math.abs(seconds) >= 0.9995) return `${digitsText(seconds)} s`;
+    return scaledText(seconds * 1e9, ["ns", "us", "ms", "s"]);
   }
   return unit ? `${numberText(value)} ${unit}` : numberText(value);
 }

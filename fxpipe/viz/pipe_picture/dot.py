@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from fxpipe.viz.drawing.numbers import count_text
+from fxpipe.text import count_text
 from fxpipe.viz.drawing.palette import Theme
 from fxpipe.viz.pipe_picture.outline import Crossing, Outline, StageOutline
 from fxpipe.viz.pipe_picture.parts import Part

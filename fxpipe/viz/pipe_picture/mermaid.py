@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.viz.drawing.numbers import count_text
+from fxpipe.text import count_text
 from fxpipe.viz.pipe_picture.outline import Crossing, Outline, StageOutline
 from fxpipe.viz.pipe_picture.parts import Part
 

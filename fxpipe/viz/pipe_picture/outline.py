@@ -21,7 +21,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.pipe import Pipe, Stage
-from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text
+from fxpipe.text import bytes_text, count_text, flops_text
 from fxpipe.viz.pipe_picture.parts import Part, StageParts, find_parts
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
 
 Depth = Literal["stages", "blocks", "nodes"]
 
-_BYTES = Unit("bytes")
 _MANY = 4
 
 
@@ -220,7 +219,7 @@ def _crossings(
     for interface in pipe.interfaces:
         for sent in interface.sent:
             spec, name = sent.port.spec, sent.port.name
-            size = bytes_text(spec, sizes)
+            size = tensor_bytes(spec, sizes)
             skips = [target for target in sent.target_stages if target > interface.stage + 1]
             if len(skips) >= _MANY:
                 targets = tuple(sorted(sent.target_stages))
@@ -243,13 +242,13 @@ def _crossings(
     return tuple(crossings), tuple(shared)
 
 
-def bytes_text(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
+def tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
     """The bytes of a tensor: a number if its sizes are known, else a formula."""
     num: Dim = spec.dtype.itemsize
     for dim in spec.shape:
         num = num * dim
     if free_names(num) <= set(sizes):
-        return _BYTES.text(float(evaluate(num, sizes)))
+        return bytes_text(float(evaluate(num, sizes)))
     return f"{text(num)} B"
 
 

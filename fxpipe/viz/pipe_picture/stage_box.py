@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.viz.drawing.numbers import count_text
+from fxpipe.text import count_text
 from fxpipe.viz.drawing.palette import Theme
 from fxpipe.viz.drawing.scene import Box, Item, Label, Line, fit_text, text_width
 from fxpipe.viz.pipe_picture.outline import Outline, StageOutline

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from fxpipe.program import Action, Kind, Span, Timeline
-from fxpipe.viz.drawing.numbers import PLAIN, Unit, nice_ticks, number_text
+from fxpipe.text import number_text
+from fxpipe.viz.drawing.numbers import PLAIN, Unit, nice_ticks
 from fxpipe.viz.drawing.palette import LOOKS, Theme, shade, shades
 from fxpipe.viz.drawing.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
 from fxpipe.viz.timeline_picture.spans import Frame, draw_box, draw_span, pack_lanes

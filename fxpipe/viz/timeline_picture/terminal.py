@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.program import Action, Kind, Span, Timeline
-from fxpipe.viz.drawing.numbers import Unit, nice_ticks, number_text
+from fxpipe.text import number_text
+from fxpipe.viz.drawing.numbers import Unit, nice_ticks
 from fxpipe.viz.drawing.palette import INK, LOOKS, shade, shades
 
 if TYPE_CHECKING:

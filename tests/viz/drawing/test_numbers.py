@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from fxpipe.errors import FxpipeError
-from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text, nice_ticks, number_text
+from fxpipe.viz.drawing.numbers import Unit, nice_ticks
 
 
 @pytest.mark.parametrize(
@@ -12,15 +12,14 @@ from fxpipe.viz.drawing.numbers import Unit, count_text, flops_text, nice_ticks,
         ("", 25.5, "25.5"),
         ("", 0, "0"),
         ("layers", 3, "3 layers"),
-        ("ms", 12.3456, "12.35 ms"),
-        ("ms", 0.0123, "12.3 µs"),
+        ("ms", 12.3456, "12.3 ms"),
+        ("ms", 0.0123, "12.3 us"),
         ("s", 0.25, "250 ms"),
         ("us", 2_500_000, "2.5 s"),
         ("bytes", 0, "0 B"),
         ("bytes", 512, "512 B"),
-        ("bytes", 4096, "4.0 KiB"),
-        ("bytes", 1.5 * 2**30, "1.50 GiB"),
-        ("bytes", 80 * 2**30, "80.0 GiB"),
+        ("bytes", 4096, "4.1 kB"),
+        ("bytes", 1.5 * 2**30, "1.61 GB"),
     ],
 )
 def test_value_has_the_unit_that_reads_best(unit, value, text):
@@ -30,26 +29,6 @@ def test_value_has_the_unit_that_reads_best(unit, value, text):
 def test_unit_must_be_a_word():
     with pytest.raises(FxpipeError, match="a unit is a word such as 'ms' or 'bytes', got 3"):
         Unit(3)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(950, "950"), (12_400, "12.4 k"), (999_999, "1.0 M"), (70_553_706_496, "70.6 B"), (0, "0")],
-)
-def test_count_is_short(value, text):
-    assert count_text(value) == text
-
-
-def test_operations_have_their_own_letters():
-    assert flops_text(3.2e9) == "3.20 GFLOPs"
-    assert flops_text(4e20) == "400000.0 PFLOPs"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(1234.5678, "1,235"), (0.00012, "0.00012"), (3.0, "3"), (1e12, "1e+12")]
-)
-def test_number_has_four_digits(value, text):
-    assert number_text(value) == text
 
 
 @pytest.mark.parametrize("end", [1e-6, 0.3, 1, 7, 33, 1234.5, 9e9])

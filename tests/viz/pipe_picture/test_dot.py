@@ -69,7 +69,7 @@ def test_labels_have_name_shape_dtype_and_bytes():
 
     assert (
         '  s0 -> s1 [label=<&#160;blocks_0<br align="left"/>'
-        '&#160;float32[batch, sequence, 32] · 2.0 KiB<br align="left"/>>]'
+        '&#160;float32[batch, sequence, 32] · 2.05 kB<br align="left"/>>]'
     ) in text.splitlines()
 
 

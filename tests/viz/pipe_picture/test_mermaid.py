@@ -9,7 +9,7 @@ def test_blocks_in_subgraphs():
         flowchart TD
           subgraph c0["stage 0, 53.4% of parameters, 31.6 k parameters"]
             s0p0["tokens<br/>Embedding · 2.05 k"]
-            s0p1["positions<br/>Embedding · 4.10 k"]
+            s0p1["positions<br/>Embedding · 4.1 k"]
             s0p2["drop<br/>Dropout"]
             s0p3["blocks.0<br/>Block · 12.7 k"]
             s0p4["blocks.1<br/>Block · 12.7 k"]
@@ -29,7 +29,7 @@ def test_blocks_in_subgraphs():
             s1p2 --> s1p3
           end
           s1p3 --> s1out0(["float32[batch, sequence, 64]"])
-          s0p4 -->|"blocks_1<br/>float32[batch, sequence, 32] · 2.0 KiB"| s1p0
+          s0p4 -->|"blocks_1<br/>float32[batch, sequence, 32] · 2.05 kB"| s1p0
           s0p0 -. "tied<br/>tokens.weight<br/>head.weight" .- s1p3
         """)
 

@@ -7,7 +7,7 @@ from fxpipe.graph.dims import symbol
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import pipeline
-from fxpipe.viz.pipe_picture.outline import bytes_text, make_outline, ranges_text
+from fxpipe.viz.pipe_picture.outline import make_outline, ranges_text, tensor_bytes
 from tests.viz.pipes import outline_of, pipe_of, sizes_of
 
 
@@ -19,12 +19,12 @@ def test_crossings_say_what_travels_and_between_which_parts():
         for c in outline.crossings
     ]
     assert found == [
-        (0, 1, 1, (0,), "down_0_0", "4.0 KiB", False),
-        (1, 1, 2, (0,), "down_2_0", "1.0 KiB", False),
-        (1, 1, 2, (1,), "down_2_1", "4.0 KiB", False),
-        (2, 1, 3, (0,), "up_0", "2.0 KiB", False),
-        (1, 0, 3, (0,), "down_1_1", "8.0 KiB", True),
-        (0, 1, 3, (1,), "down_0_1", "16.0 KiB", True),
+        (0, 1, 1, (0,), "down_0_0", "4.1 kB", False),
+        (1, 1, 2, (0,), "down_2_0", "1.02 kB", False),
+        (1, 1, 2, (1,), "down_2_1", "4.1 kB", False),
+        (2, 1, 3, (0,), "up_0", "2.05 kB", False),
+        (1, 0, 3, (0,), "down_1_1", "8.19 kB", True),
+        (0, 1, 3, (1,), "down_0_1", "16.4 kB", True),
     ]
 
 
@@ -85,7 +85,7 @@ def test_load_is_by_time_else_flops_else_parameters():
     assert (by_flops.load, [s.share for s in by_flops.stages]) == ("FLOPs", [0.1, 0.2, 0.3, 0.4])
     assert by_parameters.load == "parameters"
     assert sum(stage.share for stage in by_parameters.stages) == pytest.approx(1)
-    assert by_flops.stages[1].facts == "12.7 k parameters, 2.0 MFLOPs"
+    assert by_flops.stages[1].facts == "12.7 k parameters, 2 MFLOPs"
 
 
 def test_figures_must_be_given_for_every_stage():
@@ -113,10 +113,10 @@ def test_summary_names_the_sizes_used():
 def test_bytes_are_a_formula_without_sizes():
     spec = TensorSpec((symbol("batch"), 4, symbol("length")), torch.bfloat16)
 
-    assert bytes_text(spec, {}) == "8*batch*length B"
-    assert bytes_text(spec, {"batch": 2}) == "8*batch*length B"
-    assert bytes_text(spec, {"batch": 2, "length": 64}) == "1.0 KiB"
-    assert bytes_text(TensorSpec((), torch.int64), {}) == "8 B"
+    assert tensor_bytes(spec, {}) == "8*batch*length B"
+    assert tensor_bytes(spec, {"batch": 2}) == "8*batch*length B"
+    assert tensor_bytes(spec, {"batch": 2, "length": 64}) == "1.02 kB"
+    assert tensor_bytes(TensorSpec((), torch.int64), {}) == "8 B"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_sch
 from fxpipe.cli.output import examples, make_table, out, print_json, text_to_write
 from fxpipe.errors import InputError
 from fxpipe.program import Program, find_faults, lower, simulate, validate
-from fxpipe.program.faults import report as report_faults
+from fxpipe.program.check.faults import report as report_faults
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
 
 __all__ = ["app", "size_text"]

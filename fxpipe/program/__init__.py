@@ -1,17 +1,17 @@
 """Schedules as data: which rank does what, and when. Standard library only."""
 
 from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, reads, writes
+from fxpipe.program.check.faults import Fault, FaultKind
+from fxpipe.program.check.validate import find_faults, validate
 from fxpipe.program.compare import Compared, Comparison, compare
 from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
-from fxpipe.program.faults import Fault, FaultKind
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.lower import lower
+from fxpipe.program.play.walk import walk
 from fxpipe.program.program import Placement, Program, Step
 from fxpipe.program.simulate import simulate
 from fxpipe.program.text import parse_action
 from fxpipe.program.timeline import Span, Timeline
-from fxpipe.program.validate import find_faults, validate
-from fxpipe.program.walk import walk
 
 __all__ = [
     "Action",

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fxpipe.program.action import Action, Edges, Kind
+from fxpipe.program.play.walk import check_edges
 from fxpipe.program.program import Program
-from fxpipe.program.walk import check_edges
 
 __all__ = ["fuse_backward"]
 

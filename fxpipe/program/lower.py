@@ -33,15 +33,15 @@ from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Kind, recv_of, send_of, writes
-from fxpipe.program.collector import collector_paused
+from fxpipe.program.check.faults import report
+from fxpipe.program.check.validate import check_contents, validate
 from fxpipe.program.costs import Costs
-from fxpipe.program.faults import report
 from fxpipe.program.fuse import fuse_backward
-from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
 from fxpipe.program.parameters import add_reductions, add_sharding
+from fxpipe.program.play.collector import collector_paused
+from fxpipe.program.play.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.play.walk import Times, check_edges, visit
 from fxpipe.program.program import Program
-from fxpipe.program.validate import check_contents, validate
-from fxpipe.program.walk import Times, check_edges, visit
 
 __all__ = ["Receives", "lower"]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from fxpipe.program.action import Action, Edges, Kind, Value, ValueKind, reads, writes
 from fxpipe.program.costs import Costs
-from fxpipe.program.numbering import COMPUTE_KINDS
+from fxpipe.program.play.numbering import COMPUTE_KINDS
 from fxpipe.program.program import Program
 from fxpipe.program.timeline import Span
 

@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.numbering import SEND_KINDS
+from fxpipe.program.play.numbering import SEND_KINDS
 
 __all__ = ["add_reductions", "add_sharding"]
 

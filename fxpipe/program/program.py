@@ -160,7 +160,7 @@ class Program:
         if not idle:
             return write_csv([[str(action) for action in actions] for actions in self.ranks])
         # The table of steps comes from a walk, which is built upon this module.
-        from fxpipe.program.walk import step_table
+        from fxpipe.program.play.walk import step_table
 
         return write_csv(
             [["" if action is None else str(action) for action in row] for row in step_table(self)]

@@ -21,14 +21,14 @@ from __future__ import annotations
 import heapq
 
 from fxpipe.program.action import Action, Edges, Kind
+from fxpipe.program.check.validate import Streams, validate
 from fxpipe.program.costs import Costs, StageCosts
 from fxpipe.program.lower import lower
 from fxpipe.program.memory import memory_curves
-from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.play.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.play.walk import check_edges
 from fxpipe.program.program import Program
 from fxpipe.program.timeline import Span, Timeline
-from fxpipe.program.validate import Streams, validate
-from fxpipe.program.walk import check_edges
 
 __all__ = ["simulate"]
 

@@ -28,7 +28,7 @@ from fxpipe.planner.search.candidates import Candidate, outline
 from fxpipe.planner.search.estimate import Memory, Prediction, predict, stage_costs
 from fxpipe.planner.search.option import Option
 from fxpipe.program import Placement, Program
-from fxpipe.program.collector import collector_paused
+from fxpipe.program.play.collector import collector_paused
 
 __all__ = ["Pricing", "Search"]
 

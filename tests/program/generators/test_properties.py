@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.program.action import Kind
+from fxpipe.program.check.validate import validate
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, forward_only_on
 from fxpipe.program.lower import lower
 from fxpipe.program.program import Placement, Program
 from fxpipe.program.simulate import simulate
-from fxpipe.program.validate import validate
 
 QUICK_RANKS = (1, 2, 3, 4)
 QUICK_MICROBATCHES = (1, 2, 5, 9)

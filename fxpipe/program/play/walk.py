@@ -24,9 +24,9 @@ from typing import NamedTuple, cast
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value
-from fxpipe.program.census import take_census
-from fxpipe.program.faults import report
-from fxpipe.program.numbering import Numbering
+from fxpipe.program.check.census import take_census
+from fxpipe.program.check.faults import report
+from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
 __all__ = ["Times", "Visit", "check_edges", "step_table", "unit_times", "visit", "walk"]

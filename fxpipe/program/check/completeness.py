@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from operator import add
 
 from fxpipe.program.action import Action, Kind, Value, ValueKind, recv_of, send_of
-from fxpipe.program.census import Census
-from fxpipe.program.faults import Fault, FaultKind
-from fxpipe.program.numbering import Numbering
+from fxpipe.program.check.census import Census
+from fxpipe.program.check.faults import Fault, FaultKind
+from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
 __all__ = ["check_parameters", "check_size", "check_transfers", "check_work"]

@@ -15,8 +15,8 @@ from operator import length_hint
 from typing import cast
 
 from fxpipe.program.action import Action, Edges, Kind, Value, reads, send_of, writes
-from fxpipe.program.faults import Fault, FaultKind
-from fxpipe.program.numbering import Numbering
+from fxpipe.program.check.faults import Fault, FaultKind
+from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
 __all__ = ["check_progress", "settle"]

@@ -13,7 +13,7 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Edges, Kind, Program, find_faults, lower, validate
-from fxpipe.program.faults import report
+from fxpipe.program.check.faults import report
 from fxpipe.program.generators import get_schedule
 from tests.program.oracle import is_sound
 

@@ -29,13 +29,18 @@ from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
-from fxpipe.program.census import Census, take_census
-from fxpipe.program.completeness import check_parameters, check_size, check_transfers, check_work
-from fxpipe.program.faults import Fault, FaultKind, report
-from fxpipe.program.numbering import Numbering
+from fxpipe.program.check.census import Census, take_census
+from fxpipe.program.check.completeness import (
+    check_parameters,
+    check_size,
+    check_transfers,
+    check_work,
+)
+from fxpipe.program.check.faults import Fault, FaultKind, report
+from fxpipe.program.check.progress import check_progress
+from fxpipe.program.play.numbering import Numbering
+from fxpipe.program.play.walk import check_edges
 from fxpipe.program.program import Program
-from fxpipe.program.progress import check_progress
-from fxpipe.program.walk import check_edges
 
 __all__ = ["Streams", "check_contents", "find_faults", "validate"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Edges, Kind, Placement, Program, lower, reads, walk, writes
-from fxpipe.program.walk import step_table
+from fxpipe.program.play.walk import step_table
 from tests.program.grid import LOWERINGS, programs
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.faults import Fault, FaultKind
-from fxpipe.program.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.check.faults import Fault, FaultKind
+from fxpipe.program.play.numbering import COMPUTE_KINDS, Numbering
 from fxpipe.program.program import Program, Step
 
 __all__ = ["Census", "take_census"]

@@ -1,0 +1,1 @@
+"""Refuse programs that would compute something else, or hang."""

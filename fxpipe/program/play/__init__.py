@@ -1,0 +1,1 @@
+"""Play programs in time, by number and quickly."""

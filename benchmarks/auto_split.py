@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,28 +65,21 @@ def equal_layers(costs: GraphCosts, num_stages: int) -> dict[str, int]:
 def balance(traced: TracedGraph, num_stages: int) -> dict[str, float]:
     """The slowest stage over the mean for each way to split."""
     sizes = dict(traced.hints)
-    costs = GraphCosts.of(traced, sizes, vary=())
+    costs = GraphCosts.of(traced, sizes)
     load = workload_of(costs, sizes, DEFAULT_HARDWARE, Training())
     ways: dict[str, Mapping[str, int]] = {
         "cost": auto_split(num_stages)(traced).stage_of,
         "layers": equal_layers(costs, num_stages),
         "parameters": equal_parameters(costs, num_stages),
     }
-    return {name: _slowest(costs, load, found, num_stages, sizes) for name, found in ways.items()}
+    return {name: _slowest(load, found, num_stages) for name, found in ways.items()}
 
 
-def _slowest(
-    costs: GraphCosts,
-    load: Workload,
-    stage_of: Mapping[str, int],
-    num_stages: int,
-    sizes: Mapping[str, int],
-) -> float:
+def _slowest(load: Workload, stage_of: Mapping[str, int], num_stages: int) -> float:
     nodes: list[list[str]] = [[] for _ in range(num_stages)]
-    for node in costs.nodes:
+    for node in load.costs.nodes:
         nodes[stage_of[node.name]].append(node.name)
-    parts = Workload(load.work, tuple(map(tuple, nodes)), load.loads)
-    stages, edges = numbers_of(costs, parts, range(num_stages), sizes, Training())
+    stages, edges = numbers_of(replace(load, nodes=tuple(map(tuple, nodes))), range(num_stages))
     loads = [stage.time for stage in stages]
     mean = math.fsum(loads) / num_stages
     for (source, target), (there, back) in edges.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.cost.node_cost import PHASES
+from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.plan_text import summary_lines
 from fxpipe.planner.search.option import Option
 
@@ -76,7 +76,6 @@ def _pipe_of(plan: Plan) -> tuple[Pipe | None, list[float] | None]:
     pipe = subject.pipe or Pipe(subject.traced, Assignment(stage_of))
     sizes = {**subject.sizes, "batch": best.candidate.microbatch_size}
     flops = [0.0] * best.candidate.num_stages
-    for node in subject.costs.nodes:
-        done = sum(node.cost.flops(phase)(sizes) for phase in PHASES)
-        flops[stage_of[node.name]] += done
+    for name, seen in subject.costs.at(sizes).items():
+        flops[stage_of[name]] += sum(seen.flops(phase) for phase in PHASES)
     return pipe, flops

@@ -1,21 +1,21 @@
 """What every part of a captured model costs, before anything runs.
 
 In:  a `TracedGraph` and the sizes of the traced call.
-Out: `GraphCosts`: for each node FLOPs, bytes moved, what is kept for the backward and the
-     parameters, as formulas of the sizes, and which node uses which value.
+Out: `GraphCosts`: which node uses which value and parameter, and `at(sizes)`, an `Observation`
+     of each node at any sizes: operations, bytes moved, what is kept for the backward.
 
-Blocks that are equal are analysed once, so a model of 126 layers costs as much as one of
+Equal blocks are observed once per size, so a model of 126 layers costs as much as one of
 two. Values are followed through views: two nodes that keep the same storage share it, and a stage
 holds it once.
 
     costs = GraphCosts.of(traced, {"batch": 4})
-    costs.flops("forward").expr         # 98304*batch + ...
+    costs.flops("forward", {"batch": 8})
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,9 +28,8 @@ from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.tape import Rebuild
-from fxpipe.planner.cost.node_cost import NodeCost, Phase, cost_of
 from fxpipe.planner.cost.node_runs import Bench, Sizes, inputs_of
-from fxpipe.planner.cost.polynomial import Polynomial
+from fxpipe.planner.cost.watch import Observation, Phase
 
 __all__ = ["GraphCosts", "NodeInfo", "Parameter", "ValueId"]
 
@@ -54,16 +53,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node: what it costs, reads, makes, and holds.
+    """One node: what it reads, makes, and holds.
 
-    `inputs` are in the order of `cost.keeps_input`; an input of the model is named by its
-    placeholder. `is_block` says that the node is a module with parts, which can be
+    `inputs` are in the order of `Observation.keeps_input`; an input of the model is named by
+    its placeholder. `is_block` says that the node is a module with parts, which can be
     checkpointed.
     """
 
     name: str
     module: str
-    cost: NodeCost
     inputs: tuple[ValueId, ...]
     outputs: tuple[TensorSpec, ...]
     parameters: tuple[str, ...]
@@ -87,44 +85,30 @@ class GraphCosts:
     grows: frozenset[str]
     repeatable: frozenset[str]
     example: Mapping[str, int]
-    num_runs: int
+    bench: Bench = field(repr=False)
+    kinds: Mapping[str, fx.Node] = field(repr=False)
+    _seen: dict[tuple[tuple[str, int], ...], Mapping[str, Observation]] = field(
+        default_factory=dict, repr=False
+    )
 
     @staticmethod
-    def of(
-        traced: TracedGraph,
-        example: Sizes,
-        *,
-        vary: Sequence[str] | None = None,
-        fused_attention: bool = True,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> GraphCosts:
+    def of(traced: TracedGraph, example: Sizes, *, fused_attention: bool = True) -> GraphCosts:
         """Analyse a captured model.
 
         Args:
             example: a value for each size symbol of the graph.
-            vary: the symbols to find formulas for, by default "batch" and "sequence";
-                others stay as in the example.
             fused_attention: price attention as one kernel that keeps no weights, also with
                 dropout, as accelerators have it.
-            progress: called with (nodes done, nodes in all).
         """
         bench = Bench(traced, fused_attention=fused_attention)
-        names = ("batch", "sequence") if vary is None else tuple(vary)
         parameters, name_of = _parameters(traced)
         markers = _Markers(traced.facts)
-        kinds: dict[object, NodeCost] = {}
-        nodes = []
         work = [node for node in work_nodes(traced) if not traced.facts[node].is_part]
-        for done, node in enumerate(work):
+        first: dict[object, fx.Node] = {}
+        kinds: dict[str, fx.Node] = {}
+        for node in work:
             key = bench.key(node, example)
-            cost = kinds.get(key) if key is not None else None
-            if cost is None:
-                cost = cost_of(bench, node, example, names)
-                if key is not None:
-                    kinds[key] = cost
-            nodes.append(_info(traced, node, cost, markers, name_of))
-            if progress is not None:
-                progress(done + 1, len(work))
+            kinds[node.name] = node if key is None else first.setdefault(key, node)
         output = next(node for node in traced.graph.nodes if node.op == "output")
         specs = {
             (node.name, place): spec
@@ -132,7 +116,7 @@ class GraphCosts:
             for place, spec in enumerate(traced.facts.tensors(node))
         }
         return GraphCosts(
-            tuple(nodes),
+            tuple(_info(traced, node, markers, name_of) for node in work),
             parameters,
             specs,
             _sources(work),
@@ -140,12 +124,24 @@ class GraphCosts:
             frozenset(node.name for node in bench.grows),
             _repeatable(traced, work),
             dict(example),
-            bench.runs,
+            bench,
+            kinds,
         )
 
-    def flops(self, phase: Phase) -> Polynomial:
-        """The FLOPs of a phase of the whole model, as a formula."""
-        return sum((node.cost.flops(phase) for node in self.nodes), Polynomial.constant(0))
+    def at(self, sizes: Sizes) -> Mapping[str, Observation]:
+        """What each node does at given sizes; equal nodes share one object."""
+        key = tuple(sorted({**self.example, **sizes}.items()))
+        if key not in self._seen:
+            seen: dict[fx.Node, Observation] = {}
+            for node in self.kinds.values():
+                if node not in seen:
+                    seen[node] = self.bench.observe(node, dict(key))
+            self._seen[key] = {name: seen[node] for name, node in self.kinds.items()}
+        return self._seen[key]
+
+    def flops(self, phase: Phase, sizes: Sizes) -> int:
+        """The FLOPs of a phase of the whole model."""
+        return sum(seen.flops(phase) for seen in self.at(sizes).values())
 
     def root(self, value: ValueId) -> ValueId:
         """The value whose storage this one shows; itself unless it is a view."""
@@ -154,8 +150,9 @@ class GraphCosts:
     @cached_property
     def _roots(self) -> Mapping[ValueId, ValueId]:
         found: dict[ValueId, ValueId] = {}
+        seen = self.at(self.example)
         for node in self.nodes:
-            for place, source in enumerate(node.cost.alias):
+            for place, source in enumerate(seen[node.name].alias):
                 if source is not None and source < len(node.inputs):
                     base = node.inputs[source]
                     found[node.name, place] = found.get(base, base)
@@ -190,12 +187,8 @@ class GraphCosts:
     @property
     def rough(self) -> tuple[str, ...]:
         """Modules that could not be run and were estimated from their parameters."""
-        return tuple(dict.fromkeys(n.module or n.name for n in self.nodes if n.cost.is_rough))
-
-    @property
-    def inexact(self) -> tuple[str, ...]:
-        """Nodes whose cost is no polynomial of the sizes."""
-        return tuple(n.name for n in self.nodes if not n.cost.is_exact)
+        seen = self.at(self.example)
+        return tuple(dict.fromkeys(n.module or n.name for n in self.nodes if seen[n.name].is_rough))
 
 
 def _sources(work: Sequence[fx.Node]) -> dict[str, tuple[str, ...]]:
@@ -251,7 +244,6 @@ def _parameters(traced: TracedGraph) -> tuple[dict[str, Parameter], dict[int, st
 def _info(
     traced: TracedGraph,
     node: fx.Node,
-    cost: NodeCost,
     markers: _Markers,
     name_of: Mapping[int, str],
 ) -> NodeInfo:
@@ -270,7 +262,6 @@ def _info(
     return NodeInfo(
         node.name,
         module or traced.facts[node].owner,
-        cost,
         tuple(markers.origin(value) for value in inputs_of(node, traced.facts)),
         tuple(traced.facts.tensors(node)),
         tuple(dict.fromkeys(held)),

@@ -114,7 +114,7 @@ class Profile:
                 for item, names in zip(load.work.items, load.nodes, strict=True)
             )
             work = Work(items, load.work.flows, load.work.shared)
-            return Workload(work, load.nodes, loads)
+            return replace(load, work=work, loads=loads)
 
         return reprice
 

@@ -1,4 +1,4 @@
-"""What one stage takes: times, what it holds, and its highest tides.
+"""What one stage takes: times, what it holds, and its peaks.
 
 In:  a `Workload` and the stage of each item.
 Out: a `StageNumbers` per stage, and the bytes on each edge.
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
-from fxpipe.planner.cost.node_runs import Sizes
-from fxpipe.planner.cost.workload import NodeLoad, Training, Workload, is_model_input, state_bytes
+from fxpipe.planner.cost.workload import Workload, is_model_input, state_bytes
 
 __all__ = ["EdgeBytes", "StageNumbers", "numbers_of"]
 
@@ -55,55 +54,41 @@ class StageNumbers:
     def state(self) -> float:
         return self.weights + self.gradients + self.optimizer
 
-    def with_times(self, forward: float, backward_input: float, weight: float) -> StageNumbers:
-        """The same memory with other times, measured ones say."""
-        return replace(self, forward=forward, backward_input=backward_input, backward_weight=weight)
-
 
 def numbers_of(
-    costs: GraphCosts,
-    load: Workload,
-    stage_of_item: Sequence[int],
-    sizes: Sizes,
-    training: Training,
+    load: Workload, stage_of_item: Sequence[int]
 ) -> tuple[tuple[StageNumbers, ...], EdgeBytes]:
     """Add up the nodes of each stage, and what goes between stages."""
     stage_of = {
         name: stage_of_item[item] for item, names in enumerate(load.nodes) for name in names
     }
     num_stages = max(stage_of_item) + 1
-    edges = _edge_bytes(costs, sizes, stage_of, num_stages)
-    sent = _sent(costs, stage_of, num_stages)
-    stages = []
-    for stage in range(num_stages):
-        nodes = [node for node in costs.nodes if stage_of[node.name] == stage]
-        play = _Play(costs, nodes, load.loads, sizes, training, sent[stage])
-        stages.append(play.numbers())
-    return tuple(stages), edges
+    readers = _readers(load.costs, stage_of, num_stages - 1)
+    sent: list[set[ValueId]] = [set() for _ in range(num_stages)]
+    for value, stages in readers.items():
+        if stages - {stage_of[value[0]]}:
+            sent[stage_of[value[0]]].add(value)
+    nodes: list[list[NodeInfo]] = [[] for _ in range(num_stages)]
+    for node in load.costs.nodes:
+        nodes[stage_of[node.name]].append(node)
+    found = [_Play(load, own, out).numbers() for own, out in zip(nodes, sent, strict=True)]
+    return tuple(found), _edge_bytes(load, readers, stage_of)
 
 
 class _Play:
     """One stage's forward and backward, node by node."""
 
-    def __init__(
-        self,
-        costs: GraphCosts,
-        nodes: Sequence[NodeInfo],
-        loads: Mapping[str, NodeLoad],
-        sizes: Sizes,
-        training: Training,
-        sent: set[ValueId],
-    ) -> None:
-        self.costs, self.nodes, self.loads = costs, nodes, loads
-        self.sizes, self.training = sizes, training
-        self.sent = {costs.root(value) for value in sent}
-        self.own = {costs.root((n.name, i)) for n in nodes for i in range(len(n.outputs))}
-        self.held = {value for node in nodes for value in loads[node.name].keeps}
+    def __init__(self, load: Workload, nodes: Sequence[NodeInfo], sent: set[ValueId]) -> None:
+        self.load, self.costs, self.nodes, self.loads = load, load.costs, nodes, load.loads
+        root = load.costs.root
+        self.sent = {root(value) for value in sent}
+        self.own = {root((n.name, i)) for n in nodes for i in range(len(n.outputs))}
+        self.held = {value for node in nodes for value in load.loads[node.name].keeps}
 
     def numbers(self) -> StageNumbers:
         loads = [self.loads[node.name] for node in self.nodes]
         names = dict.fromkeys(name for node in self.nodes for name in node.parameters)
-        state = [state_bytes(self.costs, name, self.training) for name in names]
+        state = [state_bytes(self.costs, name, self.load.training) for name in names]
         inside = math.fsum(load.inside for load in loads)
         own = (self.held | self.sent) & self.own
         return StageNumbers(
@@ -123,7 +108,7 @@ class _Play:
 
     def _bytes(self, values: set[ValueId]) -> float:
         found = (value for value in values if not is_model_input(self.costs, value))
-        return math.fsum(self.costs.value_bytes(value, self.sizes) for value in found)
+        return math.fsum(self.load.value_bytes(value) for value in found)
 
     def _forward_peak(self) -> float:
         last_use: dict[ValueId, int] = {}
@@ -134,12 +119,12 @@ class _Play:
         peak, inside = 0.0, 0.0
         for at, node in enumerate(self.nodes):
             level = inside + math.fsum(alive.values())
-            peak = max(peak, level + node.cost.forward_peak(self.sizes))
+            peak = max(peak, level + self.loads[node.name].forward_peak)
             inside += self.loads[node.name].inside
             for place in range(len(node.outputs)):
                 root = self.costs.root((node.name, place))
                 if root in self.own:
-                    alive[root] = self.costs.value_bytes(root, self.sizes)
+                    alive[root] = self.load.value_bytes(root)
             for value in list(alive):
                 is_needed = last_use.get(value, -1) > at or value in self.sent
                 if not is_needed and value not in self.held:
@@ -157,17 +142,15 @@ class _Play:
         for at in reversed(range(len(self.nodes))):
             node = self.nodes[at]
             load = self.loads[node.name]
-            level = node.cost.backward_peak(self.sizes) - freed
+            level = load.backward_peak - freed
             # The gradient of what later nodes of the stage read; others have arrived.
             level += math.fsum(
-                self.costs.value_bytes((node.name, place), self.sizes)
+                self.load.value_bytes((node.name, place))
                 for place, spec in enumerate(node.outputs)
                 if spec.requires_grad and (node.name, place) in used
             )
-            whole = node.cost.kept_inside(self.sizes)
-            if load.inside < whole:
-                # The block runs again before its backward and holds everything then.
-                level += whole - load.inside
+            # A checkpointed block runs again before its backward and holds everything then.
+            level += max(load.whole - load.inside, 0.0)
             peak = max(peak, level)
             freed += load.inside
             # What was sent stays until the backward, which starts from it, is over.
@@ -190,22 +173,13 @@ def _readers(costs: GraphCosts, stage_of: Mapping[str, int], last: int) -> dict[
     return readers
 
 
-def _sent(costs: GraphCosts, stage_of: Mapping[str, int], num_stages: int) -> list[set[ValueId]]:
-    sent: list[set[ValueId]] = [set() for _ in range(num_stages)]
-    for value, stages in _readers(costs, stage_of, num_stages - 1).items():
-        if stages - {stage_of[value[0]]}:
-            sent[stage_of[value[0]]].add(value)
-    return sent
-
-
 def _edge_bytes(
-    costs: GraphCosts, sizes: Sizes, stage_of: Mapping[str, int], num_stages: int
+    load: Workload, readers: Mapping[ValueId, set[int]], stage_of: Mapping[str, int]
 ) -> dict[tuple[int, int], tuple[float, float]]:
     found: dict[tuple[int, int], tuple[float, float]] = {}
-    for value, stages in _readers(costs, stage_of, num_stages - 1).items():
-        source = stage_of[value[0]]
-        size = costs.value_bytes(value, sizes)
-        grows = value[0] in costs.grows and costs.specs[value].requires_grad
+    for value, stages in readers.items():
+        source, size = stage_of[value[0]], load.value_bytes(value)
+        grows = value[0] in load.costs.grows and load.costs.specs[value].requires_grad
         for target in stages - {source}:
             there, back = found.get((source, target), (0.0, 0.0))
             found[source, target] = (there + size, back + (size if grows else 0.0))

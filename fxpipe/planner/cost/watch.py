@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,10 @@ from torch.utils.flop_counter import flop_registry
 from fxpipe.graph.nested import walk
 from fxpipe.planner.cost.hardware import OpClass
 
-__all__ = ["Observation", "Op", "entry", "observe", "tensors_in"]
+__all__ = ["PHASES", "Observation", "Op", "Phase", "entry", "observe", "tensors_in"]
+
+Phase = Literal["forward", "backward_input", "backward_weight"]
+PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight")
 
 _aten = torch.ops.aten
 
@@ -68,6 +71,13 @@ class Observation:
     backward_peak: int = 0
     deferred: int = 0
     is_rough: bool = False
+
+    def ops(self, phase: Phase) -> tuple[Op, ...]:
+        found: tuple[Op, ...] = getattr(self, phase)
+        return found
+
+    def flops(self, phase: Phase) -> int:
+        return sum(op.flops for op in self.ops(phase))
 
 
 def observe(

@@ -19,8 +19,8 @@ from typing import Literal
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.cost.hardware import Hardware
-from fxpipe.planner.cost.node_cost import NodeCost
 from fxpipe.planner.cost.node_runs import Sizes
+from fxpipe.planner.cost.watch import Observation, Phase
 from fxpipe.planner.partition.work import Flow, Item, Shared, Work
 
 __all__ = ["CHECKPOINTS", "OPTIMIZERS", "Checkpointing", "Training", "Workload", "workload_of"]
@@ -65,7 +65,8 @@ class NodeLoad:
     """Numbers for one node: times in seconds, then bytes per microbatch.
 
     `keeps` are the storages held for the backward besides `inside`; `repeated` is the part
-    of `backward_input` in which checkpointing computes the forward again.
+    of `backward_input` in which checkpointing computes the forward again, and `whole` what
+    the node holds inside once it did. Peaks are as in `Observation`.
     """
 
     forward: float
@@ -75,15 +76,25 @@ class NodeLoad:
     keeps: tuple[ValueId, ...]
     deferred: float
     repeated: float = 0.0
+    whole: float = 0.0
+    forward_peak: float = 0.0
+    backward_peak: float = 0.0
+
+    @property
+    def time(self) -> float:
+        return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Work to divide, and how it maps to the graph.
+    """A graph priced for one microbatch: work to divide, and how it maps to the graph.
 
     `nodes[i]` names the nodes of item i; `loads` has the numbers of each node.
     """
 
+    costs: GraphCosts
+    sizes: Sizes
+    training: Training
     work: Work
     nodes: tuple[tuple[str, ...], ...]
     loads: Mapping[str, NodeLoad]
@@ -91,19 +102,21 @@ class Workload:
     def item_of(self) -> dict[str, int]:
         return {name: item for item, names in enumerate(self.nodes) for name in names}
 
+    def value_bytes(self, value: ValueId) -> float:
+        return self.costs.value_bytes(value, self.sizes)
+
 
 def workload_of(
     costs: GraphCosts, sizes: Sizes, hardware: Hardware, training: Training | None = None
 ) -> Workload:
     """Price every node at given sizes on given hardware, and group them into items."""
     training = training or Training()
-    # Equal blocks share one cost, so its formulas need to be evaluated once.
-    numbers = {
-        id(cost): CostNumbers.of(cost, sizes, hardware)
-        for cost in {id(node.cost): node.cost for node in costs.nodes}.values()
-    }
+    seen = costs.at(sizes)
+    # Equal blocks share one observation, which needs to be priced once.
+    prices = {id(found): _Price.of(found, hardware) for found in seen.values()}
     loads = {
-        node.name: load_of(costs, node, numbers[id(node.cost)], training) for node in costs.nodes
+        node.name: _load(costs, node, seen[node.name], prices[id(seen[node.name])], training)
+        for node in costs.nodes
     }
     groups = _group(costs, sizes, loads)
     item_of = {name: item for item, names in enumerate(groups) for name in names}
@@ -111,6 +124,9 @@ def workload_of(
     items = [_item(names, loads, by_name) for names in groups]
     shared = [*_state(costs, item_of, training), *_kept(costs, sizes, item_of, loads)]
     return Workload(
+        costs,
+        sizes,
+        training,
         Work(tuple(items), _flows(costs, sizes, item_of), tuple(shared)),
         tuple(tuple(names) for names in groups),
         loads,
@@ -118,55 +134,58 @@ def workload_of(
 
 
 @dataclass(frozen=True, slots=True)
-class CostNumbers:
-    """The formulas of a cost at some sizes on some hardware: seconds, then bytes."""
+class _Price:
+    """Seconds of each phase, and of the part of the forward that is not products."""
 
     forward: float
     backward_input: float
     backward_weight: float
     cheap: float
-    kept_inside: float
-    product_bytes: float
-    deferred: float
 
     @staticmethod
-    def of(cost: NodeCost, sizes: Sizes, hardware: Hardware) -> CostNumbers:
-        return CostNumbers(
-            cost.time("forward", hardware, sizes),
-            cost.time("backward_input", hardware, sizes),
-            cost.time("backward_weight", hardware, sizes),
-            cost.cheap_time(hardware, sizes),
-            cost.kept_inside(sizes),
-            cost.product_bytes(sizes),
-            cost.deferred(sizes),
+    def of(seen: Observation, hardware: Hardware) -> _Price:
+        def time(phase: Phase, *, all_classes: bool = True) -> float:
+            return math.fsum(
+                hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
+                for op in seen.ops(phase)
+                if all_classes or op.op_class == "memory"
+            )
+
+        return _Price(
+            time("forward"),
+            time("backward_input"),
+            time("backward_weight"),
+            time("forward", all_classes=False),
         )
 
 
-def load_of(
-    costs: GraphCosts, node: NodeInfo, numbers: CostNumbers, training: Training
+def _load(
+    costs: GraphCosts, node: NodeInfo, seen: Observation, price: _Price, training: Training
 ) -> NodeLoad:
-    """Price one node."""
-    cost, backward, inside = node.cost, numbers.backward_input, numbers.kept_inside
-    repeated = 0.0
+    inside, repeated = float(seen.kept_inside), 0.0
     inputs = [costs.root(value) for value in node.inputs]
-    keeps = [value for value, keep in zip(inputs, cost.keeps_input, strict=False) if keep]
+    keeps = [value for value, keep in zip(inputs, seen.keeps_input, strict=False) if keep]
     outputs = [costs.root((node.name, place)) for place in range(len(node.outputs))]
-    keeps += [value for value, keep in zip(outputs, cost.keeps_output, strict=False) if keep]
-    has_backward = backward or numbers.backward_weight
+    keeps += [value for value, keep in zip(outputs, seen.keeps_output, strict=False) if keep]
+    has_backward = price.backward_input or price.backward_weight
     if node.is_block and has_backward and training.checkpointing != "none":
         keeps = inputs
         is_full = training.checkpointing == "full"
-        inside = 0.0 if is_full else min(inside, numbers.product_bytes)
-        repeated = numbers.forward if is_full else numbers.cheap
+        products = sum(op.made_bytes for op in seen.forward if op.op_class != "memory")
+        inside = 0.0 if is_full else min(inside, products)
+        repeated = price.forward if is_full else price.cheap
     kept = tuple(value for value in dict.fromkeys(keeps) if not is_model_input(costs, value))
     return NodeLoad(
-        numbers.forward,
-        backward + repeated,
-        numbers.backward_weight,
+        price.forward,
+        price.backward_input + repeated,
+        price.backward_weight,
         inside,
         kept,
-        numbers.deferred,
+        seen.deferred,
         repeated,
+        seen.kept_inside,
+        seen.forward_peak,
+        seen.backward_peak,
     )
 
 
@@ -186,7 +205,7 @@ def state_bytes(costs: GraphCosts, name: str, training: Training) -> tuple[float
 
 
 def _item(names: list[str], loads: Mapping[str, NodeLoad], by_name: Mapping[str, NodeInfo]) -> Item:
-    heaviest = max(names, key=lambda name: (_time(loads[name]), len(by_name[name].parameters)))
+    heaviest = max(names, key=lambda name: (loads[name].time, len(by_name[name].parameters)))
     node = by_name[heaviest]
     return Item(
         node.module or node.name,
@@ -198,21 +217,17 @@ def _item(names: list[str], loads: Mapping[str, NodeLoad], by_name: Mapping[str,
     )
 
 
-def _time(load: NodeLoad) -> float:
-    return load.forward + load.backward_input + load.backward_weight
-
-
 _SHARE = 1e-3
 """A node below this share of the whole time, without parameters, is no item of its own."""
 
 
 def _group(costs: GraphCosts, sizes: Sizes, loads: Mapping[str, NodeLoad]) -> list[list[str]]:
     """Put nodes that weigh nothing with an item before or after them."""
-    total = math.fsum(_time(load) for load in loads.values())
+    total = math.fsum(load.time for load in loads.values())
     heavy = [
         node.name
         for node in costs.nodes
-        if node.parameters or _time(loads[node.name]) > _SHARE * total
+        if node.parameters or loads[node.name].time > _SHARE * total
     ] or [costs.nodes[0].name]
     item_of: dict[str, int] = {name: item for item, name in enumerate(heavy)}
     earliest: dict[str, int] = {}

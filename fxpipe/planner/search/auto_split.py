@@ -103,7 +103,7 @@ class AutoSplit:
         sizes = {**traced.hints, **(self.sizes or {})}
         # Only accelerators drop out inside their attention kernel, and only they overlap.
         fused = self.hardware.overlaps_transfers
-        costs = GraphCosts.of(traced, sizes, vary=(), fused_attention=fused)
+        costs = GraphCosts.of(traced, sizes, fused_attention=fused)
         load = workload_of(costs, sizes, self.hardware, self.training)
         if len(load.work.items) < self.num_stages:
             raise SplitError(

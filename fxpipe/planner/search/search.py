@@ -300,13 +300,12 @@ class Search:
         nodes: list[list[str]] = [[] for _ in range(candidate.num_stages)]
         for node in self.pricing.costs.nodes:
             nodes[stage_of[node.name]].append(node.name)
-        return Workload(load.work, tuple(map(tuple, nodes)), load.loads)
+        return replace(load, nodes=tuple(map(tuple, nodes)))
 
     def _option(
         self, candidate: Candidate, load: Workload, cut: Sequence[int], bound: float
     ) -> Option:
-        sizes, training = self._sizes(candidate), self._training(candidate)
-        stages, edges = numbers_of(self.pricing.costs, load, cut, sizes, training)
+        stages, edges = numbers_of(load, cut)
         nodes: list[list[str]] = [[] for _ in range(candidate.num_stages)]
         for item, names in enumerate(load.nodes):
             nodes[cut[item]] += names

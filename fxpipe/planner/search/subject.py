@@ -108,9 +108,8 @@ def subject_of(
         raise PlanError(
             f"sizes names {', '.join(unknown)}; this model has {', '.join(traced.hints) or 'none'}"
         )
-    vary = tuple(dict.fromkeys(("batch", *(sizes or ()))))
     fused = hardware.overlaps_transfers
-    costs = GraphCosts.of(traced, traced.hints, vary=vary, fused_attention=fused)
+    costs = GraphCosts.of(traced, traced.hints, fused_attention=fused)
     call = (tuple(args), dict(kwargs or {}))
     return Subject(traced, costs, {**traced.hints, **(sizes or {})}, call, stage_of, pipe)
 

@@ -35,10 +35,10 @@ def predicted_and_tracked(name, schedule, num_ranks, num_microbatches):
     traced = capture(model, *made.example_inputs(ROWS, **length),
                      opened=choose_opened(model, num_stages))  # fmt: skip
     training = Training("none")
-    costs = GraphCosts.of(traced, traced.hints, vary=(), fused_attention=False)
+    costs = GraphCosts.of(traced, traced.hints, fused_attention=False)
     load = workload_of(costs, traced.hints, HARDWARE["CPU-core"], training)
     cut = partition(load.work, num_stages)
-    stages, edges = numbers_of(costs, load, cut.stage_of, traced.hints, training)
+    stages, edges = numbers_of(load, cut.stage_of)
     pipe, group = Pipe(traced, assign(load, cut)), LocalGroup(num_ranks)
     parts = [pipe.build_stage(i, torch.device("cpu"), group) for i in range(num_stages)]
     run = get_schedule_class(schedule)(

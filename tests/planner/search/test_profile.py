@@ -39,7 +39,7 @@ def test_kept_bytes_are_measured_too():
 
     for node in costs.nodes:
         for batch in (2, 4):
-            estimated = node.cost.kept_inside({**graph.hints, "batch": batch})
+            estimated = costs.at({**graph.hints, "batch": batch})[node.name].kept_inside
             assert found.parts[node.name][batch].kept == estimated, node.name
 
 

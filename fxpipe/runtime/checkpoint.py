@@ -9,6 +9,13 @@ model saved with four stages loads into two stages, or into the plain model
 (`load_checkpoint(path, model, optimizer)`), and the other way round. A tied
 parameter is in the file of each stage that holds it; its copies are equal.
 
+Hand-written stages may use one name for different things (`linear.weight` in each). Such
+a name belongs to its stage: it is loaded from the file of the same stage, and refused
+where the number of stages is another.
+
+Files hold tensors and plain data only, and are read as such: opening a stranger's
+checkpoint runs no code of the stranger's.
+
 Limits: `fully_shard`ed stages hold a part of each parameter per rank; use
 `torch.distributed.checkpoint` with their state dicts, whose keys are original names too.
 """
@@ -16,7 +23,7 @@ Limits: `fully_shard`ed stages hold a part of each parameter per rank; use
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +51,9 @@ def save_checkpoint(
     for label, module in _modules(stages):
         names = _names(module)
         content: dict[str, Any] = {
-            "model": {plain_name(k): v.detach().cpu() for k, v in module.state_dict().items()}
+            "model": {
+                plain_name(k): _plain(v, f"{label}, {k!r}") for k, v in module.state_dict().items()
+            }
         }
         if any(hasattr(p, "to_local") for p in module.parameters()):
             raise InputError(
@@ -53,19 +62,20 @@ def save_checkpoint(
             )
         if optimizer is not None:
             content["optimizer"] = {
-                name: _to_cpu(optimizer.state[p])
+                name: _plain(optimizer.state[p], f"the optimizer's state of {name!r}")
                 for name, p in names.items()
                 if p in optimizer.state
             }
             content["groups"] = [
-                {k: v for k, v in group.items() if k != "params"}
+                _plain({k: v for k, v in group.items() if k != "params"}, "a parameter group")
                 for group in optimizer.param_groups
             ]
         # First under another name: a job that is cut off leaves the old file, not half a new one.
         part = folder / f"{label}.part"
         torch.save(content, part)
         part.rename(folder / f"{label}.pt")
-        (folder / f"{label}.json").write_text(json.dumps(sorted(content["model"])))
+        about = {"num_stages": _num_stages(stages), "names": sorted(content["model"])}
+        (folder / f"{label}.json").write_text(json.dumps(about))
 
 
 def load_checkpoint(
@@ -79,24 +89,64 @@ def load_checkpoint(
         InputError: names that no file below `path` holds; nothing has been changed then.
     """
     folder = Path(path)
-    held = {file: set(json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))}
-    if not held:
+    saved = {file.stem: _read(file) for file in sorted(folder.glob("*.json"))}
+    if not saved:
         raise InputError(f"there is no checkpoint below {folder}")
-    wanted = {label: set(map(plain_name, m.state_dict())) for label, m in _modules(stages)}
+    held = {label: about["names"] for label, about in saved.items()}
+    modules = _modules(stages)
+    wanted = {label: set(map(plain_name, m.state_dict())) for label, m in modules}
     missing = sorted(set[str]().union(*wanted.values()) - set[str]().union(*held.values()))
     if missing:
         raise InputError(f"the checkpoint {folder} lacks {len(missing)} names: {missing[:5]}")
-    opened: dict[Path, dict[str, Any]] = {}
-    for label, module in _modules(stages):
-        files = [file for file, names in held.items() if names & wanted[label]]
-        for file in files:
-            if file not in opened:
-                opened[file] = torch.load(file.with_suffix(".pt"), map_location="cpu", mmap=True)
-        model = _merged(opened[file]["model"] for file in files)
+    opened: dict[str, dict[str, Any]] = {}
+    sources: dict[str, list[str]] = {}
+    for label, _ in modules:
+        # The stage's own file last: it has the last word.
+        files = [one for one, names in held.items() if names & wanted[label] and one != label]
+        sources[label] = files + [label] * (label in held)
+        for one in sources[label]:
+            if one not in opened:
+                file = folder / f"{one}.pt"
+                opened[one] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    counts = {about["num_stages"] for about in saved.values()}
+    _check_own_names(opened, wanted, is_same_split=counts == {_num_stages(stages)})
+    for label, module in modules:
+        contents = [opened[one] for one in sources[label]]
+        model = _merged(content["model"] for content in contents)
         keys = {name: model[plain_name(name)] for name in module.state_dict()}
         module.load_state_dict(keys, strict=True)
         if optimizer is not None:
-            _load_optimizer(optimizer, module, [opened[file] for file in files])
+            _load_optimizer(optimizer, module, contents)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    about = json.loads(file.read_text())
+    if isinstance(about, list):  # written before the number of stages was
+        about = {"num_stages": None, "names": about}
+    return {"num_stages": about["num_stages"], "names": set(about["names"])}
+
+
+def _check_own_names(
+    opened: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, set[str]], *, is_same_split: bool
+) -> None:
+    """Refuse names that mean different things in different files, where none is the stage's."""
+    for label, names in wanted.items():
+        for name in sorted(names):
+            found = {one: c["model"][name] for one, c in opened.items() if name in c["model"]}
+            if len(found) == 1 or (is_same_split and label in found):
+                continue
+            first, *others = found.values()
+            if not all(_is_equal(first, other) for other in others):
+                raise InputError(
+                    f"{name!r} has different values in {', '.join(sorted(found))}: it is a name "
+                    f"of hand-written stages, so it loads only into the same number of stages"
+                )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _load_optimizer(
@@ -122,6 +172,13 @@ def _modules(stages: Source) -> list[tuple[str, nn.Module]]:
     return [(f"stage{stage.stage_index:04d}", stage.submod) for stage in found]  # type: ignore[union-attr]
 
 
+def _num_stages(stages: Source) -> int:
+    if isinstance(stages, nn.Module):
+        return 1
+    found = list(stages) if isinstance(stages, list | tuple) else [stages]
+    return int(found[0].num_stages) if found else 0  # type: ignore[union-attr]
+
+
 def _names(module: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
 
@@ -133,5 +190,21 @@ def _merged(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _to_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+def _plain(value: Any, where: str) -> Any:
+    """Tensors on the CPU inside plain containers, which load without running code.
+
+    Raises:
+        InputError: anything else.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(k, where): _plain(v, where) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one, where) for one in value)
+    raise InputError(
+        f"{where} holds a {type(value).__name__}, which a checkpoint cannot hold: tensors, "
+        "numbers, strings and lists, tuples and dicts of these can be saved"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -30,32 +29,39 @@ def gradient_norm(session: Session, norm_type: float) -> float:
             if p.grad is not None and id(p) not in skipped:
                 grads.append(p.grad)
                 skipped.add(id(p))
-        mine[index] = _part(grads, norm_type)
+        if grads:
+            mine[index] = _part(grads, norm_type)
     parts: dict[int, float] = {}
     for found in peers.control.gather(mine):
         parts.update(found)
-    values = [parts[index] for index in sorted(parts)]
-    if math.isinf(norm_type):
-        return max(values)
-    return float(sum(values) ** (1.0 / norm_type))
+    return _norm_of_norms([parts[index] for index in sorted(parts)], norm_type)
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, total: float) -> None:
-    """Scale gradients down so that their common norm is at most `max_norm`."""
+    """Scale gradients down so that their common norm is at most `max_norm`.
+
+    As in torch, a norm that is no number makes every gradient NaN.
+    """
     factor = max_norm / (total + 1e-6)
-    if factor < 1.0:
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor)
+    if factor >= 1.0:
+        return
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(factor)
 
 
 def _part(grads: Sequence[torch.Tensor], norm_type: float) -> float:
-    if not grads:
-        return 0.0
     norms = [torch.linalg.vector_norm(grad.detach(), norm_type) for grad in grads]
     # A sharded gradient's norm is spread over its mesh.
     whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
     values = torch.stack([norm.double().to(whole[0].device) for norm in whole])
-    if math.isinf(norm_type):
-        return float(values.max())
-    return float(values.pow(norm_type).sum())
+    return float(torch.linalg.vector_norm(values, norm_type))
+
+
+def _norm_of_norms(parts: Sequence[float], norm_type: float) -> float:
+    if not parts:
+        return 0.0
+    if norm_type == 0:  # torch counts the parameters whose gradient is not all zero
+        return sum(parts)
+    values = torch.tensor(parts, dtype=torch.float64, device="cpu")
+    return float(torch.linalg.vector_norm(values, norm_type))

@@ -1,18 +1,20 @@
 """Run a test function on several real processes, with a time limit, and quickly.
 
 The processes are started once per pytest process and kept, because importing torch
-takes longer than most tests. Each call gives them a fresh gloo process group on a
-free port. A process that dies or does not answer in time is replaced; the test that
-caused it fails and says so.
+takes longer than most tests; all are forked from one that has imported it. Each call
+gives them a fresh gloo process group on a free port. A process that dies or does not
+answer in time is replaced; the test that caused it fails and says so.
 
     results = run_on_ranks(2, body, "1F1B")      # body(rank, "1F1B") on each rank
 """
 
 import atexit
 import datetime
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -24,9 +26,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailedError", "run_on_ranks"]
+__all__ = ["RankFailedError", "answers_of_ranks", "close_pipe", "run_on_ranks"]
 
-LIMIT = 150.0  # generous: the first call also starts the processes
+LIMIT = 150.0
+STARTING = 280.0  # generous: the machine may be busy
 
 
 class RankFailedError(AssertionError):
@@ -41,38 +44,69 @@ def run_on_ranks(
     `body` must be a function of a test module. Raises RankFailedError with the
     traceback of every rank that failed.
     """
+    answers = answers_of_ranks(num_ranks, body, *args, limit=limit)
+    failed = [f"--- rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
+    if failed:
+        raise RankFailedError("\n".join(failed))
+    return [value for _, value in answers]
+
+
+def answers_of_ranks(
+    num_ranks: int, body: Callable[..., Any], *args: Any, limit: float = LIMIT
+) -> list[tuple[bool, Any]]:
+    """For each rank whether `body` came back, and what it returned or what happened to it."""
     workers = _workers(num_ranks)
     port = _free_port()
     name = (body.__module__, body.__qualname__)
     for rank, (_, pipe) in enumerate(workers):
         pipe.send((name, args, rank, num_ranks, port))
-    answers, deadline = _collect(workers, limit)
-    failed = [f"--- rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
-    if failed:
-        if time.monotonic() > deadline or any("did not" in text for text in failed):
-            _stop()
-        raise RankFailedError("\n".join(failed))
-    return [value for _, value in answers]
-
-
-def _collect(
-    workers: list[tuple[Any, Connection]], limit: float
-) -> tuple[list[tuple[bool, Any]], float]:
     deadline = time.monotonic() + limit
-    answers: list[tuple[bool, Any]] = []
-    for process, pipe in workers:
-        answer: tuple[bool, Any] = (False, f"did not come back within {limit:g} s")
-        if pipe.poll(max(0.0, deadline - time.monotonic())):
+    answers = [_answer(process, pipe, deadline, limit) for process, pipe in workers]
+    for place, (is_ok, text) in enumerate(answers):
+        if not is_ok and "did not" in text:
+            process, pipe = _POOL[place]
+            if process.is_alive():
+                _show_stacks(process)
+            pipe.close()
+            process.kill()
+            process.join(5)
+    return answers
+
+
+def _answer(process: Any, pipe: Connection, deadline: float, limit: float) -> tuple[bool, Any]:
+    while time.monotonic() < deadline:
+        # A child of a rank that died may still hold its end of the pipe.
+        is_dead = process.exitcode is not None
+        if pipe.poll(0.0 if is_dead else 0.05):
             try:
-                answer = pipe.recv()
-            except EOFError:
+                answer: tuple[bool, Any] = pipe.recv()
+                return answer
+            except (EOFError, ConnectionResetError):
                 process.join(5)
-                answer = (False, f"did not survive: exit code {process.exitcode}")
-        answers.append(answer)
-    return answers, deadline
+                is_dead = True
+        if is_dead:
+            return False, f"did not survive: exit code {process.exitcode}"
+    return False, f"did not come back within {limit:g} s"
+
+
+def _show_stacks(process: Any) -> None:
+    """Where a process hangs, on its standard error."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(0.5)
 
 
 _POOL: list[tuple[Any, Connection]] = []
+_IMPORTED_ONCE = [
+    "torch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.export",
+    "fxpipe",
+    "fxpipe.schedules",
+    "fxpipe.graph.pipe",
+]
 
 
 def _workers(num_ranks: int) -> list[tuple[Any, Connection]]:
@@ -86,11 +120,14 @@ def _workers(num_ranks: int) -> list[tuple[Any, Connection]]:
 
 
 def _start() -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+    # One process imports torch, and every rank is forked from that.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
     process.start()
     there.close()
+    assert here.poll(STARTING) and here.recv() == "ready", "a rank did not start"
     return process, here
 
 
@@ -103,9 +140,21 @@ def _stop() -> None:
     _POOL.clear()
 
 
+_PIPES: list[Connection] = []
+
+
+def close_pipe() -> None:
+    """In a child that a rank has forked: this end of the pipe is not the child's."""
+    for pipe in _PIPES:
+        pipe.close()
+
+
 def _serve(pipe: Connection) -> None:
+    _PIPES.append(pipe)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    pipe.send("ready")
     while True:
         try:
             (module, qualname), args, rank, num_ranks, port = pipe.recv()

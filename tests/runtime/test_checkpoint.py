@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import models
-from fxpipe import InputError, LocalGroup, Schedule1F1B, load_checkpoint, pipeline, save_checkpoint
+from fxpipe import (
+    InputError,
+    LocalGroup,
+    PipelineStage,
+    Schedule1F1B,
+    load_checkpoint,
+    pipeline,
+    save_checkpoint,
+)
 from models import gpt
 
 
@@ -72,3 +80,47 @@ def test_missing_names_change_nothing(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match="no checkpoint"):
         load_checkpoint(tmp_path / "nothing", plain)
+
+
+def hand_written(num_stages: int, seed: int) -> list[PipelineStage]:
+    torch.manual_seed(seed)
+    group = LocalGroup(num_stages)
+    return [
+        PipelineStage(torch.nn.Linear(4, 4), i, num_stages, "cpu", group=group)
+        for i in range(num_stages)
+    ]
+
+
+def test_equal_names_of_hand_written_stages_are_not_mixed_up(tmp_path: Path) -> None:
+    # Each stage has a "weight": every stage used to be given that of the last one, in silence.
+    saved, loaded = hand_written(3, seed=0), hand_written(3, seed=1)
+    save_checkpoint(tmp_path, saved)
+
+    load_checkpoint(tmp_path, loaded)
+
+    for one, other in zip(saved, loaded, strict=True):
+        assert torch.equal(one.submod.weight, other.submod.weight)
+    with pytest.raises(InputError, match="'bias' has different values in stage0000, stage0001"):
+        load_checkpoint(tmp_path, hand_written(2, seed=2))
+
+
+class Remembers(torch.nn.Linear):
+    def get_extra_state(self) -> object:
+        return self.note
+
+    def set_extra_state(self, state: object) -> None:
+        self.note = state
+
+
+def test_a_checkpoint_holds_plain_data_only(tmp_path: Path) -> None:
+    model = Remembers(2, 2)
+    model.note = {"epoch": 3, "names": ["a", "b"]}
+    save_checkpoint(tmp_path, model)
+    other = Remembers(2, 2)
+    other.note = None
+    load_checkpoint(tmp_path, other)
+    assert other.note == model.note
+
+    model.note = Path("x")
+    with pytest.raises(InputError, match=r"'_extra_state' holds a PosixPath"):
+        save_checkpoint(tmp_path, model)

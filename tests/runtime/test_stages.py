@@ -348,20 +348,28 @@ def test_a_measured_timeline_has_every_action() -> None:
     assert made.timeline.makespan > 0
 
 
-def test_clip_grad_norm_is_that_of_the_whole_model() -> None:
-    modules = [Block().double() for _ in range(4)]
+INF = float("inf")
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, 0.5, 3.0, 0.0, -1.0, INF, -INF])
+@pytest.mark.parametrize("broken", [False, True])
+def test_clip_grad_norm_is_that_of_the_whole_model(order: float, broken: bool) -> None:
+    modules = [Block().double() for _ in range(2)]
     made = check_step(modules, "1F1B", X, Y)
     parameters = [p for module in modules for p in module.parameters()]
+    parameters[1].grad.zero_()
+    if broken:
+        parameters[0].grad[0, 0] = float("nan")
     copies = [nn.Parameter(p.detach().clone()) for p in parameters]
     for p, q in zip(parameters, copies, strict=True):
         q.grad = p.grad.clone()
 
-    found = made.clip_grad_norm_(0.01)
+    found = made.clip_grad_norm_(0.01, order)
 
-    expected = torch.nn.utils.clip_grad_norm_(copies, 0.01)
-    assert_close(found.double(), expected.double(), "norm", 1e-6)
+    expected = torch.nn.utils.clip_grad_norm_(copies, 0.01, order)
+    torch.testing.assert_close(found.double(), expected.double(), equal_nan=True)
     for p, q in zip(parameters, copies, strict=True):
-        assert_close(p.grad, q.grad, "clipped gradient", 1e-6)
+        torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
 
 
 def test_dw_builder_defers_what_the_module_left_undone() -> None:

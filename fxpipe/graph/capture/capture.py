@@ -30,6 +30,7 @@ from fxpipe.graph.facts import Facts
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.record.attention_masks import watched_masks
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.graph_calls import Refusal
@@ -302,6 +303,7 @@ def _trace_once(
             trace.follow(ExampleValues(module, mode, state, trace.tape, named, fakes))
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
+        stack.enter_context(watched_masks(module, trace.on_mask))
         stack.enter_context(watched_draws(trace.is_opened, trace.on_draw))
         stack.enter_context(mode)
         try:

@@ -99,7 +99,7 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
     for stage in range(flow.num_stages):
         sent = sorted((n for n in targets if flow.stage_of[n] == stage), key=order.__getitem__)
         received = sorted(needs[stage], key=order.__getitem__)
-        writer = StageWriter(flow, stage, received)
+        writer = StageWriter(flow, stage, received, sent)
         for node in flow.own(stage):
             if node.op != "output":
                 writer.copy(node)

@@ -19,6 +19,7 @@ from torch import fx, nn
 from fxpipe.graph.capture.dtype_following import HEAVY, function_name, keeps_parameter_dtype
 from fxpipe.graph.flow import Flow, is_free
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.record.attention_masks import MaskCall
 
 __all__ = ["choose_repeated"]
 
@@ -62,6 +63,8 @@ def _is_worth_it(flow: Flow, node: fx.Node, stage: int, chain: _Chain) -> bool:
         return False
     if any(not _is_read_earlier(flow, read, stage) for read in extra):
         return False
+    if isinstance(node.target, MaskCall):
+        return True  # its own mask, or none, lets a stage call the plain model's kernel
     work = sum(_bytes(flow, n) for n in chain.nodes) / _CHEAPER
     return work + sum(_bytes(flow, read) for read in extra) <= _bytes(flow, node)
 
@@ -90,7 +93,7 @@ def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _C
             chain.nodes.add(current)
             for source in flow.sources(current):
                 if source in flow.facts[current].untouched:
-                    stand_in = _stand_in(flow, source, received)
+                    stand_in = _stand_in(flow, current, source, received)
                     if stand_in is not None:
                         chain.stand_ins[source] = stand_in
                         continue
@@ -98,13 +101,19 @@ def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _C
     return chain
 
 
-def _stand_in(flow: Flow, node: fx.Node, received: list[fx.Node]) -> fx.Node | None:
-    """Return a received value to show a module that only looks at dtype, device and size.
+def _stand_in(
+    flow: Flow, reader: fx.Node, node: fx.Node, received: list[fx.Node]
+) -> fx.Node | None:
+    """Return a received value to show a call that only looks at dtype, device and size.
 
     Only for values whose dtype is that of the parameters whatever autocast does, so
-    that the stand-in can be given the right dtype when the stage runs.
+    that the stand-in can be given the right dtype when the stage runs. To a mask of
+    true and false the dtype is nothing.
     """
-    if not keeps_parameter_dtype(flow.traced.module, flow.facts, node):
+    is_mask = isinstance(reader.target, MaskCall) and not any(
+        spec.dtype.is_floating_point for spec in flow.facts.tensors(reader)
+    )
+    if not is_mask and not keeps_parameter_dtype(flow.traced.module, flow.facts, node):
         return None
     spec: TensorSpec = flow.facts[node].spec
     for other in received:

@@ -24,6 +24,7 @@ from fxpipe.graph.facts import Ambient, Facts, NodeFacts
 from fxpipe.graph.flow import Flow, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.nested import branch, mutable_parts
+from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.graph_calls import (
     Constant,
     Formula,
@@ -66,8 +67,10 @@ class StageWriter:
         flow: Flow,
         stage: int,
         received: Iterable[fx.Node],
+        sent: Iterable[fx.Node],
     ) -> None:
         self._flow = flow
+        self._sent = frozenset(sent)
         self._known = flow.facts
         self._stage = stage
         self._graph = fx.Graph()
@@ -156,6 +159,8 @@ class StageWriter:
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         if isinstance(target, TracedDtype):
             return self._dtype(target)
+        if isinstance(target, MaskCall) and not self._may_be_none(node):
+            target = target.whole
         known = self._known[node]
         is_usual = known.ambient == Ambient()
         if node.op == "call_module":
@@ -171,6 +176,12 @@ class StageWriter:
             args = (self._training(known.owner), *args)
             target = OnlyIf(known.mode, target)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
+
+    def _may_be_none(self, node: fx.Node) -> bool:
+        """Say whether only modules of this stage, which look for themselves, get a mask."""
+        if node in self._sent:
+            return False
+        return all(user.op == "call_module" for user in node.users)
 
     def _dtype(self, traced: TracedDtype) -> fx.Node:
         """Read a dtype off a module of the stage, or off a tensor it receives."""

@@ -29,6 +29,7 @@ from torch.utils._sympy.functions import FloorDiv
 
 from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
+from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.constant_values import RANDOM
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left
@@ -321,7 +322,7 @@ class ExampleValues:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
             return self._module.get_submodule(str(node.target))(*args, **kwargs)
-        target: Any = node.target
+        target: Any = node.target.whole if isinstance(node.target, MaskCall) else node.target
         return target(*args, **kwargs)
 
     def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> Any:

@@ -28,6 +28,7 @@ from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
 from fxpipe.graph.record.ambient import Surroundings
+from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.graph_calls import (
@@ -165,6 +166,25 @@ class Trace(TorchFunctionMode):
             return call(*args, **kwargs)
         modes = function_modes()
         return self._operation(Mapped(modes[modes.index(self) + 1 :]), args, kwargs)
+
+    def on_mask(self, call: MaskCall, args: Any, kwargs: Any) -> Any:
+        """Write the making of an attention mask as one node, if there is a mask."""
+        if not self.is_opened():
+            return call(*args, **kwargs)
+        try:
+            output = self._run(call, args, kwargs, False)
+        except Exception:
+            return call(*args, **kwargs)  # as any other code
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        if not made or any(leaf is tensor for leaf in made for tensor in tensors):
+            return call(*args, **kwargs)
+        node_args, node_kwargs = self._argument(args), self._argument(kwargs)
+        node = self.tape.write("call_function", call, node_args, node_kwargs)
+        shown = tuple(self.tape.node_of(tensor) for tensor in call.shown(args, kwargs))
+        self.tape.facts.learn(node, untouched=shown)
+        self.tape.adopt(node, output, tensors)
+        return output
 
     def on_training(self, module: nn.Module) -> None:
         if not (self._leaf_stack or self._busy):

@@ -1,0 +1,120 @@
+"""The stages of transformers' models make the kernel calls of the plain model."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.graph.markers import SplitPoint
+from fxpipe.graph.pipe import pipeline
+
+ATTENTION = nn.functional.scaled_dot_product_attention
+TINY = {"vocab_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+
+
+class KernelCalls(TorchFunctionMode):
+    """Writes down every call of the attention kernel: the mask's size and the flags."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is ATTENTION:
+            mask = kwargs.get("attn_mask")
+            shape = None if mask is None else tuple(mask.shape)
+            self.calls.append((shape, kwargs.get("is_causal"), kwargs.get("dropout_p")))
+        return func(*args, **kwargs)
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        **TINY, intermediate_size=16, num_key_value_heads=1, use_cache=False, **options
+    )
+    return transformers.LlamaForCausalLM(config), "model.layers.1"
+
+
+def gpt2(**options):
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_head=2, n_layer=2, use_cache=False, **options
+    )
+    return transformers.GPT2LMHeadModel(config), "transformer.h.1"
+
+
+def bert(**options):
+    config = transformers.BertConfig(**TINY, intermediate_size=16, **options)
+    return transformers.BertForMaskedLM(config), "bert.encoder.layer.1"
+
+
+def mistral(**options):
+    config = transformers.MistralConfig(
+        **TINY, intermediate_size=16, num_key_value_heads=1, use_cache=False,
+        sliding_window=6, **options,
+    )  # fmt: skip
+    return transformers.MistralForCausalLM(config), "model.layers.1"
+
+
+def inputs(rows, length, mask):
+    torch.manual_seed(rows)
+    found = {"input_ids": torch.randint(0, 32, (rows, length))}
+    if mask != "none":
+        found["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+    if mask == "padded":
+        found["attention_mask"][:, :2] = 0
+    return found
+
+
+def same_calls(model, pipe, kwargs):
+    with KernelCalls() as plain:
+        expected = model(**kwargs).logits
+    with KernelCalls() as ours:
+        found = pipe(**kwargs).logits
+    assert ours.calls == plain.calls
+    # Rows of padding alone are not a number in both.
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, bert, mistral])
+@pytest.mark.parametrize("mask", ["none", "full", "padded"])
+def test_stages_call_the_same_kernels(make, mask):
+    model, layer = make()
+    spec = {layer: SplitPoint.BEGINNING}
+    pipe = pipeline(model.eval(), (), inputs(1, 8, mask), split_spec=spec)
+
+    # One row is the example's own size; other rows, lengths and padding may follow.
+    for rows, length in ((1, 8), (2, 8), (3, 5)):
+        same_calls(model, pipe, inputs(rows, length, mask))
+    if mask != "none":
+        same_calls(model, pipe, inputs(2, 8, "full"))
+        same_calls(model, pipe, inputs(2, 8, "padded"))
+
+
+def test_eager_attention_makes_its_own_mask():
+    model, layer = llama(attn_implementation="eager")
+    spec = {layer: SplitPoint.BEGINNING}
+    pipe = pipeline(model.eval(), (), inputs(2, 8, "padded"), split_spec=spec)
+
+    for kwargs in (inputs(2, 8, "padded"), inputs(1, 8, "padded"), inputs(2, 8, "full")):
+        torch.testing.assert_close(pipe(**kwargs).logits, model(**kwargs).logits)
+
+
+def test_code_that_was_opened_gets_the_mask_it_has_seen():
+    # An opened attention layer decides by `attention_mask is None` while it is traced.
+    model, layer = llama()
+    spec = {f"{layer}.self_attn.o_proj": SplitPoint.BEGINNING}
+    pipe = pipeline(model.eval(), (), inputs(2, 8, "full"), split_spec=spec)
+
+    for kwargs in (inputs(2, 8, "full"), inputs(2, 8, "padded")):
+        torch.testing.assert_close(pipe(**kwargs).logits, model(**kwargs).logits)
+
+
+def test_transformers_is_left_as_it_was():
+    from transformers.models.llama import modeling_llama
+
+    before = modeling_llama.create_causal_mask
+    model, layer = llama()
+    pipeline(model, (), inputs(2, 8, "none"), split_spec={layer: SplitPoint.BEGINNING})
+
+    assert modeling_llama.create_causal_mask is before

@@ -1,28 +1,36 @@
 # Two commands do everything on a machine with Python 3.11 or newer:
-#   make demo   set up, then train a small GPT on two processes and draw it
-#   make test   set up, then format check, lint, types and all tests
+#   make demo   install what the demo needs, then train a small GPT on two processes and draw it
+#   make test   install the rest, then format check, lint, types and all tests
+# `make test TORCH=2.15.0` does the same with another torch, in an environment of its own.
 PYTHON ?= python3
-VENV   ?= .venv
+TORCH  ?= 2.13.0
+VENV   ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+DEMO   := $(VENV)/.demo
 JOBS   ?= 2
+SETUP  := PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) bash scripts/setup.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test test-full bench clean
 
 help:
-	@echo "make demo       set up and train models/gpt.py on two processes"
-	@echo "make test       set up and run every check and test"
+	@echo "make demo       train a small GPT on two processes, beside the plain model"
+	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt scripts/setup.sh
-	PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
-	@touch $(READY)
+$(DEMO): pyproject.toml scripts/setup.sh
+	$(SETUP) demo
+	@touch $(DEMO)
 
-demo: $(READY)
+$(READY): pyproject.toml scripts/setup.sh
+	$(SETUP) test
+	@touch $(READY) $(DEMO)
+
+demo: $(DEMO)
 	$(BIN)/python -m fxpipe demo
 
 check: $(READY)

@@ -88,8 +88,8 @@ COMMANDS = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory that sees the models of the repository."""
-    (tmp_path / "models").symlink_to(ROOT / "models")
+    """An empty working directory, as that of a reader who has installed fxpipe."""
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", ".")])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

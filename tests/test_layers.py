@@ -23,6 +23,7 @@ ALLOWED = {
     "errors": set(),
     "logs": {"errors"},
     "text": set(),
+    "example_models": set(),
     "graph": BASE,
     "program": {"errors", "text"},
     "chunking": BASE,
@@ -32,7 +33,7 @@ ALLOWED = {
     "runtime": MATTER,
     "stage": MATTER | {"planner", "viz", "runtime"},
     "schedules": MATTER | {"planner", "viz", "runtime", "stage"},
-    "cli": MATTER | {"planner", "viz", "runtime", "stage", "schedules"},
+    "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
     "__main__": {"cli"},
 }
 # A stage is built from a pipe, and users expect to find that as a method of the pipe; so

@@ -26,8 +26,9 @@ def main() -> None:
         )
         raise SystemExit(1)
     from fxpipe.cli.commands import app
+    from fxpipe.cli.ranks.launch import arguments_of_rank
 
-    app(prog_name="fxpipe")
+    app(arguments_of_rank(), prog_name="fxpipe")
 
 
 def __getattr__(name: str) -> Any:

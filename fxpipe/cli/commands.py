@@ -20,6 +20,7 @@ from fxpipe.cli.demo import demo, demo_examples
 from fxpipe.cli.doctor import doctor, doctor_examples
 from fxpipe.cli.output import print_error
 from fxpipe.cli.plan import plan, plan_examples
+from fxpipe.cli.ranks.launch import ARGUMENTS, record_failure
 from fxpipe.cli.report import report, report_examples
 from fxpipe.cli.simulate import simulate, simulate_examples
 from fxpipe.cli.trace import draw, draw_examples, trace, trace_examples
@@ -33,13 +34,19 @@ class _Commands(TyperGroup):
     """The commands; turns fxpipe's own errors into one message."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = list(args)
         return super().parse_args(ctx, _debug_first(args))
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except FxpipeError as error:
-            if ctx.params.get("debug"):
+        except Exception as error:
+            # Wrong usage and a wanted exit are exceptions of typer, which shows them itself.
+            if type(error).__module__.startswith(("typer", "click")):
+                raise
+            if record_failure(error):
+                raise typer.Exit(1) from None
+            if ctx.params.get("debug") or not isinstance(error, FxpipeError):
                 raise
             print_error(error)
             raise typer.Exit(1) from None
@@ -57,17 +64,15 @@ app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        import torch
-
-        version = importlib.metadata.version("fxpipe")
-        typer.echo(f"fxpipe {version}, torch {torch.__version__}")
+        versions = (f"{name} {importlib.metadata.version(name)}" for name in ("fxpipe", "torch"))
+        typer.echo(", ".join(versions))
         raise typer.Exit
 
 

@@ -14,21 +14,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
 import typer
-from rich.text import Text
-from torch import Tensor, nn
 
 from fxpipe.cli.options import AsJson
 from fxpipe.cli.output import examples, make_table, out, print_json, working
-from fxpipe.cli.ranks.launch import RankFailedError, run_ranks
-from fxpipe.cli.ranks.training import join_ranks
+from fxpipe.cli.ranks.launch import RankFailedError, is_rank, run_again
 from fxpipe.errors import FxpipeError
-from fxpipe.schedules import Schedule1F1B
-from fxpipe.stage import PipelineStage
 
-__all__ = ["Check", "doctor", "doctor_examples", "run_check_rank"]
+__all__ = ["Check", "doctor", "doctor_examples"]
 
 doctor_examples = examples("fxpipe doctor", "fxpipe doctor --json", "fxpipe doctor --no-run")
 
@@ -64,22 +57,34 @@ def doctor(
 
     Ends with exit code 1 if something that fxpipe needs does not work.
     """
-    checks = [*_versions(), *_devices(), *_backends(), _dot()]
+    if is_rank():
+        _check_rank()
+        return
+    with working("looking around"):
+        checks = [*_versions(), *_devices(), *_backends(), _dot()]
     if run:
         with working("training on two processes"):
-            checks.append(_try_two_processes(bool(context.find_root().params.get("debug"))))
+            checks.append(_try_two_processes(context))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
-        marks = {"ok": "[green]ok[/green]", "missing": "-", "failed": "[red]failed[/red]"}
-        rows = [(check.name, Text.from_markup(marks[check.state]), check.found) for check in checks]
+        marks = {"ok": "ok", "missing": "-", "failed": "FAILED"}
+        rows = [(check.name, marks[check.state], check.found) for check in checks]
         out().print(make_table("", ("what", "", "found"), rows))
     if any(check.state == "failed" for check in checks):
         raise typer.Exit(1)
 
 
-def run_check_rank(settings: str) -> None:
+def _check_rank() -> None:
     """Two stages on two processes, one step, against the plain model."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from fxpipe.cli.ranks.training import join_ranks
+    from fxpipe.schedules import Schedule1F1B
+    from fxpipe.stage import PipelineStage
+
     torch.set_num_threads(1)
     device = join_ranks("cpu")
     rank = dist.get_rank()
@@ -88,20 +93,15 @@ def run_check_rank(settings: str) -> None:
     plain = nn.Sequential(*copy.deepcopy(modules))
     rows, target = torch.randn(8, 8), torch.randn(8, 8)
     stage = PipelineStage(modules[rank], rank, 2, device)
-    schedule = Schedule1F1B(stage, 4, loss_fn=_mean_square, timeout=60.0)
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss, timeout=60.0)
     schedule.step(rows, target=target)
-    loss = _mean_square(plain(rows), target)
-    torch.autograd.backward(loss)
+    torch.autograd.backward(nn.functional.mse_loss(plain(rows), target))
     for found, wanted in zip(modules[rank].parameters(), plain[rank].parameters(), strict=True):
         assert found.grad is not None and wanted.grad is not None
         if not torch.allclose(found.grad, wanted.grad, atol=1e-6):
             raise FxpipeError(f"stage {rank} has other gradients than the plain model")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).pow(2).mean()
 
 
 def _versions() -> Iterator[Check]:
@@ -117,6 +117,8 @@ def _versions() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
+    import torch
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check("cpu", "ok", f"{cores} cores, torch uses {torch.get_num_threads()} threads")
     if not torch.accelerator.is_available():
@@ -131,6 +133,8 @@ def _devices() -> Iterator[Check]:
 
 
 def _backends() -> Iterator[Check]:
+    import torch.distributed as dist
+
     if not dist.is_available():
         yield Check("torch.distributed", "failed", "this build of torch has none")
         return
@@ -153,10 +157,10 @@ def _dot() -> Check:
     return Check("dot", "ok" if done.returncode == 0 else "failed", words)
 
 
-def _try_two_processes(debug: bool) -> Check:
+def _try_two_processes(context: typer.Context) -> Check:
     start = time.perf_counter()
     try:
-        run_ranks("check", "{}", 2, limit=_LIMIT, debug=debug)
+        run_again(context, 2, limit=_LIMIT)
     except RankFailedError as error:
         return Check("two processes", "failed", str(error))
     seconds = time.perf_counter() - start

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fxpipe.program.generators import SCHEDULES
+from fxpipe.errors import InputError
 
 __all__ = [
     "AsJson",
@@ -24,11 +25,14 @@ __all__ = [
     "Stages",
     "complete_model",
     "complete_schedule",
+    "split_names",
 ]
 
 
 def complete_schedule(incomplete: str) -> list[tuple[str, str]]:
     """Schedules whose name starts so, for the shell's completion."""
+    from fxpipe.program.generators import SCHEDULES
+
     return [
         (name, info.description)
         for name, info in SCHEDULES.items()
@@ -37,7 +41,7 @@ def complete_schedule(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Python files and folders that start so, and the prefix of Hugging Face models."""
+    """Python files, folders and example models that start so, and `hf:`."""
     folder, _, start = incomplete.rpartition("/")
     place = Path(folder or ".")
     if not place.is_dir():
@@ -50,15 +54,17 @@ def complete_model(incomplete: str) -> list[str]:
         and not found.name.startswith((".", "__"))
         and (found.is_dir() or found.suffix == ".py")
     )
-    return names + [name for name in ("hf:",) if name.startswith(incomplete)]
+    from fxpipe.cli.named.references import example_models
+
+    return names + [name for name in ("hf:", *example_models()) if name.startswith(incomplete)]
 
 
 ModelName = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The model: models/gpt.py:build, package.module:factory, hf:config.json or "
-        "hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes).",
+        help="The model: an example (gpt, unet, ...), file.py:factory, package.module:factory, "
+        "hf:config.json or hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes).",
         show_default=False,
         autocompletion=complete_model,
     ),
@@ -110,3 +116,16 @@ Meta = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The modules of repeated and comma-separated `--split` options.
+
+    Raises:
+        InputError: a module is named twice.
+    """
+    names = [name.strip() for text in given or () for name in text.split(",") if name.strip()]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise InputError(f"--split names {', '.join(doubled)} twice")
+    return tuple(names)

@@ -12,15 +12,16 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
 from fxpipe.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 __all__ = [
     "bar",
@@ -49,6 +50,8 @@ def err() -> Console:
 
 
 def _console(*, to_stderr: bool) -> Console:
+    from rich.console import Console
+
     console = Console(stderr=to_stderr, highlight=False)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -71,6 +74,9 @@ def print_error(error: BaseException) -> None:
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table; a column whose name ends with `#` is aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
     # A shape such as [batch, 8] would be read as markup, and vanish.
     table = Table(title=Text(title) if title else None, title_justify="left", header_style="bold")
     for column in columns:
@@ -94,6 +100,14 @@ def working(what: str) -> Iterator[None]:
 
 def bar(console: Console) -> Progress:
     """A progress bar; nothing at all where nobody is looking."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -106,9 +120,8 @@ def bar(console: Console) -> Progress:
 
 
 def examples(*commands: str) -> str:
-    """The end of a help text: commands to copy."""
-    lines = "\n\n".join(f"  {command}" for command in commands)
-    return f"Example{'s' if len(commands) > 1 else ''}:\n\n{lines}"
+    """The end of a help text: commands to copy, one on a line however long."""
+    return "\n".join(("\b", "Examples:", *(f"  {command}" for command in commands)))
 
 
 def text_to_write(text: str, path: Path | None) -> None:
@@ -120,15 +133,19 @@ def text_to_write(text: str, path: Path | None) -> None:
 
 
 def writable(path: Path) -> Path:
-    """The path, its folder made if need be.
+    """The path, its folder made if need be; asked before the work that fills the file.
 
     Raises:
-        InputError: there is no such folder and none can be made.
+        InputError: the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error}") from error
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxpipe.cli.named.models import ModelRequest, resolve
 from fxpipe.cli.options import (
     AsJson,
     Dtype,
@@ -32,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["memory_bytes", "plan", "plan_examples"]
 
 plan_examples = examples(
-    "fxpipe plan models/gpt.py:build --ranks 4 --batch-size 16 --hardware cpu-core",
+    "fxpipe plan gpt --ranks 4 --batch-size 16 --hardware cpu-core",
     "fxpipe plan 'hf:llama?num_hidden_layers=80&hidden_size=8192' -p 64 --batch-size 256 "
     "--seq 4096 --dtype bfloat16 --hardware H100 --report plan.html",
-    "fxpipe plan models/gpt.py:build -p 2 --batch-size 8 --memory 2GB --schedule 1F1B --json",
+    "fxpipe plan gpt -p 2 --batch-size 8 --memory 2GB --schedule 1F1B --json",
 )
 
 
@@ -146,6 +145,7 @@ def plan(
     for path, ending in ((save, ".json"), (report, ".html")):
         if path is not None and path.suffix.lower() != ending:
             raise InputError(f"a plan is written as {ending} here, but got {path}")
+    from fxpipe.cli.named.models import ModelRequest, resolve
     from fxpipe.planner.plan import plan as make_plan
     from fxpipe.planner.search.profile import profile
 

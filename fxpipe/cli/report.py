@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fxpipe.cli.named.models import ModelRequest, resolve
-from fxpipe.cli.named.pipes import Traced, split_names, trace_model
-from fxpipe.cli.named.programs import default_stages, find_program, is_file_name, read_program
 from fxpipe.cli.options import (
     AsJson,
     Batch,
@@ -22,18 +19,21 @@ from fxpipe.cli.options import (
     Stages,
     complete_model,
     complete_schedule,
+    split_names,
 )
 from fxpipe.cli.output import examples, print_json, working, writable
 from fxpipe.errors import InputError, ScheduleError
-from fxpipe.graph.interface import StageEdge
-from fxpipe.program import Edge, Edges, Program, Timeline, lower, simulate
-from fxpipe.program.generators import SCHEDULES, get_schedule
+
+if TYPE_CHECKING:
+    from fxpipe.cli.named.pipes import Traced
+    from fxpipe.graph.interface import StageEdge
+    from fxpipe.program import Edges, Program, Timeline
 
 __all__ = ["edges_of", "report", "report_examples"]
 
 report_examples = examples(
-    "fxpipe report models/gpt.py:build --ranks 4 --out gpt.html",
-    "fxpipe report models/unet.py:build -p 2 -s 4 --schedule zbv --schedule vpp -m 4,8,16",
+    "fxpipe report gpt --ranks 4 --out gpt.html",
+    "fxpipe report unet -p 2 -s 4 --schedule zbv --schedule vpp -m 4,8,16",
     "fxpipe report --ranks 8 --out schedules.html",
 )
 
@@ -88,25 +88,27 @@ def report(
     """
     from fxpipe.viz.report import write_report
 
+    writable(path)
     names = split_names(split)
     if model is None and (names or inputs or seq):
         raise InputError("--split, --inputs and --seq are for a model; name one")
     ranks = 4 if ranks is None else ranks
     traced: Traced | None = None
     if model is not None:
-        request = ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype)
+        from fxpipe.cli.named.models import ModelRequest, resolve
+        from fxpipe.cli.named.pipes import trace_model
+
         wanted = stages or (None if names else ranks)
         with working(f"splitting {model}"):
-            traced = trace_model(
-                resolve(request), batch=batch, num_stages=wanted, split=names, meta=meta
-            )
+            named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype))
+            traced = trace_model(named, batch=batch, num_stages=wanted, split=names, meta=meta)
         stages = traced.pipe.num_stages
     edges = None if traced is None else edges_of(traced.pipe.num_stages, traced.pipe.edges)
     programs = _programs(schedules, ranks, stages, _counts(microbatches, ranks))
     with working(f"simulating {len(programs)} programs"):
         candidates = [_candidate(program, edges) for program in programs]
     written = write_report(
-        writable(path),
+        path,
         candidates,
         pipe=None if traced is None else traced.pipe,
         sizes=None if traced is None else traced.sizes,
@@ -122,6 +124,8 @@ def report(
 
 def edges_of(num_stages: int, edges: tuple[StageEdge, ...]) -> Edges:
     """The edges of a pipe as programs know them."""
+    from fxpipe.program import Edge, Edges
+
     return Edges.of(num_stages, [Edge(e.source, e.target, e.has_gradient) for e in edges])
 
 
@@ -141,6 +145,14 @@ def _programs(
     names: list[str] | None, ranks: int, stages: int | None, counts: list[int]
 ) -> list[Program]:
     """The programs to show; without names all that are defined for the sizes."""
+    from fxpipe.cli.named.programs import (
+        default_stages,
+        find_program,
+        is_file_name,
+        read_program,
+    )
+    from fxpipe.program.generators import SCHEDULES, get_schedule
+
     found = []
     for name in names or [name for name in SCHEDULES if name != "ForwardOnly"]:
         if is_file_name(name):
@@ -163,6 +175,8 @@ def _programs(
 
 
 def _candidate(program: Program, edges: Edges | None) -> tuple[str, Program, Timeline]:
+    from fxpipe.program import Edges, lower, simulate
+
     if edges is None or edges.num_stages != program.num_stages:
         edges = Edges.chain(program.num_stages)
     lowered = program if program.is_lowered else lower(program, edges)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fxpipe.cli.named.programs import find_program, read_program
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
 from fxpipe.cli.output import examples, make_table, out, print_json, text_to_write
 from fxpipe.errors import InputError
-from fxpipe.program import Program, find_faults, lower, simulate, validate
-from fxpipe.program.check.faults import report as report_faults
-from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
+
+if TYPE_CHECKING:
+    from fxpipe.program import Program
+    from fxpipe.program.generators import ScheduleInfo
 
 __all__ = ["app", "size_text"]
 
@@ -36,6 +36,8 @@ _Lower = Annotated[bool, typer.Option("--lower", help="Add the transfers between
 @app.command("list", epilog=examples("fxpipe schedule list", "fxpipe schedule list --json"))
 def list_schedules(as_json: AsJson = False) -> None:
     """List every schedule: what it does and when to use it."""
+    from fxpipe.program.generators import SCHEDULES
+
     if as_json:
         print_json([_info_json(info) for info in SCHEDULES.values()])
         return
@@ -65,6 +67,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the program of a schedule: which rank does what, in which order."""
+    from fxpipe.cli.named.programs import find_program
+    from fxpipe.program import lower, validate
+
     program = find_program(name, ranks=ranks, stages=stages, microbatches=microbatches)
     validate(program)
     shown = lower(program) if lowered and not program.is_lowered else program
@@ -91,6 +96,10 @@ def check(
     Finds missing, doubled and misplaced work, messages in different order on two ranks, and
     ranks that wait for each other. Ends with exit code 1 if anything is wrong.
     """
+    from fxpipe.cli.named.programs import read_program
+    from fxpipe.program import find_faults
+    from fxpipe.program.check.faults import report as report_faults
+
     program = read_program(file)
     faults = find_faults(program)
     if as_json:
@@ -137,6 +146,9 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a program from one format to another; it is checked on the way."""
+    from fxpipe.cli.named.programs import read_program
+    from fxpipe.program import lower, validate
+
     program = read_program(source)
     validate(program)
     form = form or _form_of(target)
@@ -176,6 +188,8 @@ def _written(program: Program, form: Format) -> str:
 
 
 def _figures(program: Program) -> str:
+    from fxpipe.program import simulate
+
     timeline = simulate(program)
     counts = Counter(action.kind.text for actions in program.ranks for action in actions)
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
@@ -186,6 +200,8 @@ def _figures(program: Program) -> str:
 
 
 def _info_of(program: Program) -> ScheduleInfo | None:
+    from fxpipe.program.generators import SCHEDULES, get_schedule
+
     return get_schedule(program.name) if program.name in SCHEDULES else None
 
 

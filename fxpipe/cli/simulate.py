@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fxpipe.cli.named.programs import find_program
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
-from fxpipe.cli.output import examples, make_table, out, print_json, writable
+from fxpipe.cli.output import examples, make_table, out, print_json, working, writable
 from fxpipe.errors import InputError
-from fxpipe.program import Link, Placement, Program, StageCost, StageCosts, Timeline
-from fxpipe.program import simulate as run_simulation
-from fxpipe.program.compare import compare
-from fxpipe.viz import TimelineView, draw_timeline
+
+if TYPE_CHECKING:
+    from fxpipe.program import Placement, Program, StageCosts, Timeline
 
 __all__ = ["simulate", "simulate_examples"]
 
@@ -79,6 +77,11 @@ def simulate(
     them. Times are in units of one forward of one rank's share of the model, memory in
     microbatches of it.
     """
+    from fxpipe.cli.named.programs import find_program
+    from fxpipe.program import simulate as run_simulation
+    from fxpipe.viz import TimelineView
+    from fxpipe.viz.timeline import program_title
+
     times = {"forward": forward, "input": backward_input, "weight": backward_weight}
 
     def costs(placement: Placement) -> StageCosts:
@@ -106,7 +109,7 @@ def simulate(
         return
     if len(results) == 1:
         program, timeline = results[0]
-        out().print(TimelineView(timeline, title=_title(program)))
+        out().print(TimelineView(timeline, title=program_title(program)))
     else:
         out().print(_table(results))
     for path in pictures:
@@ -128,19 +131,22 @@ def _compare_all(
     memory: float | None,
     as_json: bool,
 ) -> None:
+    from fxpipe.program.compare import compare
+
     ranks = 4 if ranks is None else ranks
     per_rank: tuple[int, ...] = (1, 2, 3, 4)
     if stages is not None:
         if stages % ranks:
             raise InputError(f"{stages} stages do not spread evenly over {ranks} ranks")
         per_rank = (stages // ranks,)
-    comparison = compare(
-        ranks,
-        2 * ranks if microbatches is None else microbatches,
-        stages_per_rank=per_rank,
-        costs=costs,
-        memory_limit=math.inf if memory is None else memory,
-    )
+    with working("simulating all schedules"):
+        comparison = compare(
+            ranks,
+            2 * ranks if microbatches is None else microbatches,
+            stages_per_rank=per_rank,
+            costs=costs,
+            memory_limit=math.inf if memory is None else memory,
+        )
     if as_json:
         print_json([asdict(row) for row in comparison.rows])
         return
@@ -165,6 +171,8 @@ def _compare_all(
 def _costs(
     placement: Placement, times: dict[str, str], transfer: float, overlap: bool
 ) -> StageCosts:
+    from fxpipe.program import Link, StageCost, StageCosts
+
     numbers = {name: _numbers(name, text) for name, text in times.items()}
     for name, found in numbers.items():
         if len(found) not in (1, placement.num_stages):
@@ -201,21 +209,16 @@ def _numbers(name: str, text: str) -> list[float]:
 
 
 def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
+    from fxpipe.viz import draw_timeline
+    from fxpipe.viz.timeline import program_title
+
     paths = []
     for program, timeline in results:
         path = picture
         if len(results) > 1:
             path = picture.with_name(f"{picture.stem}-{program.name}{picture.suffix}")
-        paths.append(draw_timeline(timeline, writable(path), title=_title(program)))
+        paths.append(draw_timeline(timeline, writable(path), title=program_title(program)))
     return paths
-
-
-def _title(program: Program) -> str:
-    stages = "" if program.num_stages == program.num_ranks else f", {program.num_stages} stages"
-    return (
-        f"{program.name or 'program'}: {program.num_ranks} ranks{stages}, "
-        f"{program.num_microbatches} microbatches"
-    )
 
 
 def _table(results: list[tuple[Program, Timeline]]) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fxpipe.cli.named.models import ModelRequest, resolve
-from fxpipe.cli.named.pipes import Traced, pipe_json, split_names, stage_table, trace_model
 from fxpipe.cli.options import (
     AsJson,
     Batch,
@@ -19,22 +17,26 @@ from fxpipe.cli.options import (
     Seq,
     Split,
     Stages,
+    split_names,
 )
 from fxpipe.cli.output import examples, out, print_json, working, writable
+
+if TYPE_CHECKING:
+    from fxpipe.cli.named.pipes import Traced
 
 __all__ = ["draw", "draw_examples", "trace", "trace_examples"]
 
 Depth = Literal["stages", "blocks", "nodes"]
 
 trace_examples = examples(
-    "fxpipe trace models/gpt.py:build --stages 4",
-    "fxpipe trace 'models/gpt.py:build?layers=8' --split blocks.4 --code",
+    "fxpipe trace gpt --stages 4",
+    "fxpipe trace 'gpt?layers=8' --split blocks.4 --code",
     "fxpipe trace 'hf:llama?num_hidden_layers=80' --stages 8 --seq 4096 --json",
 )
 draw_examples = examples(
-    "fxpipe draw models/gpt.py:build --stages 4 --out gpt.svg",
-    "fxpipe draw models/unet.py:build --stages 4 --depth stages --out unet.png",
-    "fxpipe draw models/gpt.py:build --stages 2 --out gpt.md",
+    "fxpipe draw gpt --stages 4 --out gpt.svg",
+    "fxpipe draw unet --stages 4 --depth stages --out unet.png",
+    "fxpipe draw gpt --stages 2 --out gpt.md",
 )
 
 
@@ -54,8 +56,9 @@ def trace(
 
     Without --stages and --split the model is cut where it calls pipe_split().
     """
-    request = ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype)
-    traced = _traced(request, stages, split, batch, meta)
+    from fxpipe.cli.named.pipes import pipe_json, stage_table
+
+    traced = _traced(model, stages, split, batch, seq, inputs, dtype, meta)
     if as_json:
         data = pipe_json(traced)
         if code:
@@ -100,12 +103,12 @@ def draw(
     """Draw a model's stages, the modules in them, and what travels between them."""
     from fxpipe.viz.graph import draw_pipe
 
-    request = ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype)
-    traced = _traced(request, stages, split, batch, meta)
+    writable(picture)
+    traced = _traced(model, stages, split, batch, seq, inputs, dtype, meta)
     with working(f"drawing {picture}"):
         path = draw_pipe(
             traced.pipe,
-            writable(picture),
+            picture,
             depth=depth,
             title=traced.title,
             sizes=traced.sizes,
@@ -118,15 +121,21 @@ def draw(
 
 
 def _traced(
-    request: ModelRequest,
+    model: str,
     stages: int | None,
     split: list[str] | None,
     batch: int,
+    seq: int | None,
+    inputs: str | None,
+    dtype: str,
     meta: bool | None,
 ) -> Traced:
-    with working(f"splitting {request.name}"):
+    with working(f"splitting {model}"):
+        from fxpipe.cli.named.models import ModelRequest, resolve
+        from fxpipe.cli.named.pipes import trace_model
+
         return trace_model(
-            resolve(request),
+            resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype)),
             batch=batch,
             num_stages=stages,
             split=split_names(split),

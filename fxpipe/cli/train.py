@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from torch import nn
 
-from fxpipe.cli.named.models import ModelRequest
-from fxpipe.cli.named.pipes import split_names, stage_table
 from fxpipe.cli.options import (
     AsJson,
     Dtype,
@@ -24,18 +20,24 @@ from fxpipe.cli.options import (
     Split,
     Stages,
     complete_schedule,
+    split_names,
 )
 from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
-from fxpipe.cli.ranks.launch import run_ranks
-from fxpipe.cli.ranks.training import StepReport, Trainer, TrainSettings, is_rank
-from fxpipe.viz import TimelineView, draw_timeline
+from fxpipe.cli.ranks.launch import is_rank, run_again
+from fxpipe.text import seconds_text
 
-__all__ = ["run_train_rank", "train", "train_examples"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fxpipe.cli.ranks.training import StepReport, Trainer
+
+__all__ = ["gradient_difference", "show_result", "train", "train_examples", "train_with_bar"]
 
 train_examples = examples(
-    "fxpipe train models/gpt.py:build --nproc 2 --compare",
-    "fxpipe train 'models/gpt.py:build?layers=8' --schedule zbv --nproc 4 --microbatches 8",
-    "torchrun --nproc-per-node 2 -m fxpipe train models/gpt.py:build --data mine.py:batches",
+    "fxpipe train gpt --nproc 2 --compare",
+    "fxpipe train 'gpt?layers=8' --schedule zbv --nproc 4 --microbatches 8",
+    "torchrun --nproc-per-node 2 -m fxpipe train gpt --data mine.py:batches",
 )
 
 
@@ -113,95 +115,94 @@ def train(
 
     Under torchrun every process is a rank. Otherwise --nproc processes are started here.
     """
-    world = int(os.environ["WORLD_SIZE"]) if is_rank() and not local else nproc
-    settings = TrainSettings(
-        ModelRequest(
-            model, seq=seq, inputs=inputs, target=target, loss=loss, dtype=dtype, seed=seed
-        ),
-        schedule=schedule,
-        num_ranks=world,
-        num_stages=stages,
-        num_microbatches=microbatches,
-        batch=batch,
-        steps=steps,
-        split=split_names(split),
-        learning_rate=learning_rate,
-        optimizer=optimizer,
-        device=device,
-        data=data,
-        compare=compare,
-        is_local=local,
-        timeline=None if timeline is None else str(writable(timeline)),
-        as_json=as_json,
-    )
-    settings.program()
-    if local or is_rank():
-        _train_here(settings)
+    picture = None if timeline is None else writable(timeline)
+    if not local and not is_rank():
+        run_again(context, nproc)
         return
-    debug = bool(context.find_root().params.get("debug"))
-    run_ranks("train", settings.to_json(), nproc, debug=debug)
+    from fxpipe.cli.named.models import ModelRequest
+    from fxpipe.cli.ranks.training import Trainer, TrainSettings
 
-
-def run_train_rank(settings: str) -> None:
-    """What a started process does."""
-    _train_here(TrainSettings.from_json(settings))
-
-
-def _train_here(settings: TrainSettings) -> None:
-    trainer = Trainer(settings)
-    console = err() if settings.as_json else out()
-    if trainer.is_reporter and not settings.as_json:
-        console.print(stage_table(trainer.traced))
-        _warn_of_dropout(trainer)
-    reports = run_with_bar(trainer, console, str(trainer.schedule.program.name))
-    picture = None
-    if settings.timeline is not None and trainer.is_reporter:
-        picture = draw_timeline(
-            trainer.schedule.timeline, settings.timeline, title=_title(settings), time_unit="s"
+    trainer = Trainer(
+        TrainSettings(
+            ModelRequest(
+                model, seq=seq, inputs=inputs, target=target, loss=loss, dtype=dtype, seed=seed
+            ),
+            schedule=schedule,
+            num_ranks=nproc if local else int(os.environ["WORLD_SIZE"]),
+            num_stages=stages,
+            num_microbatches=microbatches,
+            batch=batch,
+            steps=steps,
+            split=split_names(split),
+            learning_rate=learning_rate,
+            optimizer=optimizer,
+            device=device,
+            data=data,
+            compare=compare,
+            is_local=local,
         )
+    )
+    reports = train_with_bar(trainer, every=max(1, steps // 10), quiet=as_json)
     trainer.close()
     if not trainer.is_reporter:
         return
-    if settings.as_json:
+    if picture is not None:
+        from fxpipe.viz import draw_timeline
+
+        title = f"{model}, {schedule}, measured"
+        draw_timeline(trainer.schedule.timeline, picture, title=title, time_unit="s")
+    if as_json:
         print_json(_json(trainer, reports, picture))
         return
-    console.print(TimelineView(trainer.schedule.timeline, title="the last step", time_unit="s"))
-    console.print(_summary(trainer, reports))
+    show_result(trainer, reports)
     if picture is not None:
         typer.echo(f"wrote {picture}")
 
 
-def run_with_bar(trainer: Trainer, console: Console, title: str) -> list[StepReport]:
-    """Train with a progress bar on the rank that knows the loss."""
+def train_with_bar(trainer: Trainer, *, every: int, quiet: bool = False) -> list[StepReport]:
+    """Train; the rank that knows the loss shows a bar and prints each `every`th step."""
+    console: Console = err() if quiet else out()
+    if trainer.is_reporter and not quiet:
+        from fxpipe.cli.named.pipes import stage_table
+
+        console.print(stage_table(trainer.traced))
+        _warn_of_dropout(trainer)
     steps = trainer.settings.steps
-    every = max(1, steps // 10)
     with bar(console) as progress:
-        task = progress.add_task(title, total=steps, visible=trainer.is_reporter)
+        name = str(trainer.program.name or "training")
+        task = progress.add_task(name, total=steps, visible=trainer.is_reporter)
 
         def observe(report: StepReport) -> None:
-            progress.update(
-                task, advance=1, description=f"{title}, {_loss_text(report, 'loss so far')}"
-            )
+            progress.advance(task)
             is_shown = report.step % every == 0 or report.step == steps - 1
             if trainer.is_reporter and is_shown:
-                progress.console.print(f"step {report.step:>4}  {_loss_text(report, 'loss')}")
+                progress.console.print(f"step {report.step:>4}  {_loss_text(report)}")
 
         return trainer.run(observe)
 
 
-def _loss_text(report: StepReport, name: str) -> str:
-    if report.loss is None:
-        return name
+def show_result(trainer: Trainer, reports: list[StepReport]) -> None:
+    """Print the last step as it was measured, and a table of figures."""
+    from fxpipe.viz import TimelineView
+
+    view = TimelineView(trainer.schedule.timeline, title="the last step, measured", time_unit="s")
+    out().print(view)
+    out().print(_summary(trainer, reports))
+
+
+def _loss_text(report: StepReport) -> str:
     text = f"loss {report.loss:.6f}"
     if report.plain_loss is not None:
         text += f"  plain {report.plain_loss:.6f}"
-        text += f"  largest gradient difference {report.gradient_difference:.1e}"
+        text += f"  gradients differ by {report.gradient_difference:.1e}"
     return text
 
 
 def _warn_of_dropout(trainer: Trainer) -> None:
     if trainer.plain is None:
         return
+    from torch import nn
+
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
     found = [n for n, m in trainer.plain.named_modules() if isinstance(m, kinds) and m.p > 0]
     if found:
@@ -212,16 +213,12 @@ def _warn_of_dropout(trainer: Trainer) -> None:
         )
 
 
-def _title(settings: TrainSettings) -> str:
-    return f"{settings.model.name}, {settings.schedule}, measured"
-
-
 def _seconds(reports: list[StepReport]) -> float:
     """The median time of a step; the first one also prepares the others."""
     return statistics.median(report.seconds for report in reports[1:] or reports)
 
 
-def _summary(trainer: Trainer, reports: list[StepReport]) -> Any:
+def _summary(trainer: Trainer, reports: list[StepReport]) -> Table:
     seconds = _seconds(reports)
     program = trainer.program
     rows = [
@@ -229,12 +226,12 @@ def _summary(trainer: Trainer, reports: list[StepReport]) -> Any:
          f"{program.num_stages} stages, {program.num_microbatches} microbatches"),
         ("first loss", f"{reports[0].loss:.6f}"),
         ("last loss", f"{reports[-1].loss:.6f}"),
-        ("step", f"{seconds * 1e3:.1f} ms, {trainer.settings.batch / seconds:.1f} rows/s"),
+        ("step", f"{seconds_text(seconds)}, {trainer.settings.batch / seconds:.1f} rows/s"),
     ]  # fmt: skip
     if trainer.plain is not None:
         rows += [
             ("largest loss difference", f"{_loss_difference(reports):.1e}"),
-            ("largest gradient difference", f"{_gradient_difference(reports):.1e}"),
+            ("largest gradient difference", f"{gradient_difference(reports):.1e}"),
         ]
     return make_table("", ("result", ""), rows)
 
@@ -243,7 +240,8 @@ def _loss_difference(reports: list[StepReport]) -> float:
     return max(abs((r.loss or 0.0) - (r.plain_loss or 0.0)) for r in reports)
 
 
-def _gradient_difference(reports: list[StepReport]) -> float:
+def gradient_difference(reports: list[StepReport]) -> float:
+    """The largest of all steps."""
     return max(r.gradient_difference or 0.0 for r in reports)
 
 
@@ -261,7 +259,7 @@ def _json(trainer: Trainer, reports: list[StepReport], picture: Path | None) -> 
     }
     if trainer.plain is not None:
         data["plain_losses"] = [report.plain_loss for report in reports]
-        data["gradient_difference"] = _gradient_difference(reports)
+        data["gradient_difference"] = gradient_difference(reports)
     if picture is not None:
         data["timeline"] = str(picture)
     return data

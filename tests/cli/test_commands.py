@@ -42,10 +42,10 @@ def test_help_ends_with_examples_that_the_command_accepts(command: tuple[str, ..
     text = fxpipe(*command, "--help")
     found = _command(command)
 
-    lines = found.epilog.split("\n\n")
-    assert lines[0].startswith("Example")
-    for line in lines[1:]:
-        assert line.strip() in text
+    _, title, *lines = found.epilog.split("\n")
+    assert title == "Examples:"
+    for line in lines:
+        assert line in text.splitlines()[-len(lines) :][lines.index(line)]
         words = shlex.split(line.partition("<")[0])
         own = words[words.index("fxpipe") + 1 :]
         assert own[: len(command)] == list(command)

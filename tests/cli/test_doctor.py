@@ -34,7 +34,7 @@ def test_processes_that_do_not_work_are_exit_code_one(monkeypatch: pytest.Monkey
     def fail(*arguments: object, **options: object) -> None:
         raise RankFailedError("no sockets here")
 
-    monkeypatch.setattr(doctor, "run_ranks", fail)
+    monkeypatch.setattr(doctor, "run_again", fail)
 
     text = fxpipe("doctor", code=1)
 

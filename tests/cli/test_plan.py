@@ -8,7 +8,7 @@ from fxpipe.cli.plan import memory_bytes
 from fxpipe.planner.plan import Plan
 from tests.cli.run import fails, fxpipe, fxpipe_json
 
-SMALL = ("models/gpt.py:build", "-p", "2", "--batch-size", "8", "--microbatch-size", "2")
+SMALL = ("gpt", "-p", "2", "--batch-size", "8", "--microbatch-size", "2")
 
 
 def test_the_best_options_are_listed_with_reasons() -> None:
@@ -76,11 +76,11 @@ def test_refuses(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_wrong_usage_has_its_own_code() -> None:
-    assert "ranks" in fails("plan", "models/gpt.py:build", "-p", "0", code=2)
+    assert "ranks" in fails("plan", "gpt", "-p", "0", code=2)
 
 
 def test_help_shows_an_example() -> None:
-    assert "fxpipe plan models/gpt.py:build" in fxpipe("plan", "--help")
+    assert "fxpipe plan gpt" in fxpipe("plan", "--help")
 
 
 @pytest.mark.parametrize(

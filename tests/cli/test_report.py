@@ -11,7 +11,7 @@ def test_a_model_with_all_schedules_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.html"
 
     found = fxpipe_json(
-        "report", "models/gpt.py:build", "-p", "2", "--split", "blocks.1,blocks.2,blocks.3",
+        "report", "gpt", "-p", "2", "--split", "blocks.1,blocks.2,blocks.3",
         "-m", "2,4", "--out", str(path),
     )  # fmt: skip
 
@@ -20,7 +20,7 @@ def test_a_model_with_all_schedules_that_fit(tmp_path: Path) -> None:
     assert "VMin, 2 microbatches" in found["schedules"]
     assert not any(name.startswith("1F1B") for name in found["schedules"])
     text = path.read_text()
-    assert "models/gpt.py:build, 4 stages on 2 ranks" in text
+    assert "gpt, 4 stages on 2 ranks" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
 
 

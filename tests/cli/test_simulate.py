@@ -13,7 +13,7 @@ def test_one_schedule_is_drawn_in_the_terminal() -> None:
     text = fxpipe("simulate", "1F1B", "-p", "2", "-m", "2")
 
     assert [line.split("|")[:2] for line in text.splitlines()[:4]] == [
-        ["1F1B: 2 ranks, 2 microbatches"],
+        ["1F1B, 2 ranks, 2 microbatches"],
         ["makespan 9, idle 33.3%, peak memory 2"],
         ["rank 0 ", "F0-F1-      B0====   B1===="],
         ["rank 1 ", "   F0-B0====F1-B1====      "],

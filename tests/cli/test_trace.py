@@ -8,7 +8,7 @@ from tests.cli.run import fails, fxpipe, fxpipe_json
 
 
 def test_stages_are_shown_with_what_they_hold_take_and_send() -> None:
-    text = fxpipe("trace", "models/gpt.py:build", "--stages", "2", "--code")
+    text = fxpipe("trace", "gpt", "--stages", "2", "--code")
 
     assert "blocks.0 … blocks.1 (2 × Block)" in text
     assert "ids (model input)" in text
@@ -18,7 +18,7 @@ def test_stages_are_shown_with_what_they_hold_take_and_send() -> None:
 
 
 def test_the_same_for_programs() -> None:
-    found = fxpipe_json("trace", "models/gpt.py:build", "--split", "blocks.1,blocks.3")
+    found = fxpipe_json("trace", "gpt", "--split", "blocks.1,blocks.3")
 
     assert found["num_stages"] == 3
     assert found["sizes"] == {"batch": 2, "sequence": 8}
@@ -39,25 +39,25 @@ def test_the_same_for_programs() -> None:
 
 
 def test_a_model_that_cuts_itself_is_cut_there() -> None:
-    assert fxpipe_json("trace", "models/mlp.py:build?stages=3")["num_stages"] == 3
+    assert fxpipe_json("trace", "mlp?stages=3")["num_stages"] == 3
 
 
 def test_a_model_without_cuts_stays_whole_and_says_how_to_cut_it() -> None:
-    assert "ask for more with --stages N" in fxpipe("trace", "models/gpt.py:build?layers=1")
+    assert "ask for more with --stages N" in fxpipe("trace", "gpt?layers=1")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("models/gtp.py:build",), "there is no file models/gtp.py; in models there is gpt.py"),
-        (("models/gpt.py:build", "--split", "blocks.9"), "'blocks.9' is not a submodule of GPT"),
-        (("models/gpt.py:build", "--split", "norm,norm"), "--split names norm twice"),
+        (("gpt", "--split", "blocks.9"), "'blocks.9' is not a submodule of GPT"),
+        (("gpt", "--split", "norm,norm"), "--split names norm twice"),
         (
-            ("models/gpt.py:build", "--split", "blocks.1", "--stages", "3"),
+            ("gpt", "--split", "blocks.1", "--stages", "3"),
             "--split blocks.1 makes 2 stages, but 3 are needed",
         ),
-        (("models/gpt.py:build", "--stages", "500"), "cannot make 500 stages"),
-        (("models/gpt.py:build", "--dtype", "int4"), "dtype is one of"),
+        (("gpt", "--stages", "500"), "cannot make 500 stages"),
+        (("gpt", "--dtype", "int4"), "dtype is one of"),
     ],
 )
 def test_refuses(arguments: tuple[str, ...], message: str) -> None:
@@ -70,14 +70,14 @@ def test_refuses(arguments: tuple[str, ...], message: str) -> None:
 def test_pictures_are_written(tmp_path: Path, ending: str, start: str) -> None:
     path = tmp_path / "new" / f"pipe.{ending}"
 
-    text = fxpipe("draw", "models/mlp.py:build?stages=2", "--out", str(path))
+    text = fxpipe("draw", "mlp?stages=2", "--out", str(path))
 
     assert text == f"wrote {path}\n"
     assert path.read_text().lstrip().startswith(start)
 
 
 def test_pictures_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
-    model = "models/mlp.py:build?stages=2"
+    model = "mlp?stages=2"
 
     assert "the name must end with one of" in fails("draw", model, "--out", "pipe.bmp")
     assert "it is a folder; name a file" in fails("draw", model, "--out", str(tmp_path))

@@ -10,8 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from fxpipe.cli import app
-from fxpipe.cli.named.models import ModelRequest
-from fxpipe.cli.ranks.training import TrainSettings
 from fxpipe.program.generators import get_schedule
 from tests.cli.run import fails, fxpipe, fxpipe_json
 
@@ -70,7 +68,7 @@ def mine(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_all_ranks_in_this_process_give_the_plain_losses_and_gradients(schedule: str) -> None:
     found = fxpipe_json(
-        "train", "models/gpt.py:build", "--local", "--compare", "--schedule", schedule,
+        "train", "gpt", "--local", "--compare", "--schedule", schedule,
         "--steps", "3", "--batch", "10", "--dtype", "float64",
     )  # fmt: skip
 
@@ -126,7 +124,7 @@ def test_dropout_is_named_where_it_spoils_the_comparison(mine: str) -> None:
 def test_refuses(mine: str, arguments: tuple[str, ...], message: str) -> None:
     given = [argument.format(mine=mine) for argument in arguments]
 
-    assert message in fails("train", "models/gpt.py:build", "--local", *given)
+    assert message in fails("train", "gpt", "--local", *given)
 
 
 def test_a_rank_refuses_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +137,11 @@ def test_a_rank_refuses_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPat
         ("abacus", "is no device"),
         ("fpga", "torch.distributed has no backend for it"),
     ):
-        result = CliRunner().invoke(app, ["train", "models/gpt.py", "--device", device])
+        result = CliRunner().invoke(app, ["train", "gpt", "--device", device])
 
         assert result.exit_code == 1
         assert message in result.stderr
         assert result.stderr.startswith("rank 0, error:")
-
-
-def test_settings_travel_as_text() -> None:
-    settings = TrainSettings(
-        ModelRequest("models/gpt.py", seq=3), "1F1B", 2, None, None, 8, 1, split=("a", "b")
-    )
-
-    assert TrainSettings.from_json(settings.to_json()) == settings
 
 
 def test_two_processes_of_its_own(
@@ -161,7 +151,7 @@ def test_two_processes_of_its_own(
     picture = tmp_path / "step.svg"
 
     fxpipe(
-        "train", "models/gpt.py:build", "--nproc", "2", "--steps", "2", "--compare", "--json",
+        "train", "gpt", "--nproc", "2", "--steps", "2", "--compare", "--json",
         "--timeline", str(picture),
     )  # fmt: skip
 

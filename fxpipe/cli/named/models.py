@@ -1,6 +1,7 @@
 """Models by name, with example inputs, targets and a loss.
 
-    models/gpt.py:build?layers=8      a factory in a file, and its options
+    gpt?layers=8                      an example model, and its options
+    mine/model.py:build?layers=8      a factory in a file
     package.module:factory            a factory in a module
     hf:llama?num_hidden_layers=4      a Hugging Face configuration; see `huggingface`
 

@@ -11,10 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.cli.named.models import Inputs, NamedModel
 from fxpipe.cli.output import make_table
@@ -25,7 +22,10 @@ from fxpipe.graph.pipe import Pipe, pipeline
 from fxpipe.text import count_text, flops_text
 from fxpipe.viz.pipe_picture.outline import make_outline, tensor_bytes
 
-__all__ = ["Traced", "pipe_json", "split_names", "split_pipe", "stage_table", "trace_model"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Traced", "pipe_json", "split_pipe", "stage_table", "trace_model"]
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,10 @@ def split_pipe(
     return pipe
 
 
-def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The modules of repeated and comma-separated `--split` options.
-
-    Raises:
-        InputError: a module is named twice.
-    """
-    names = [name.strip() for text in given or () for name in text.split(",") if name.strip()]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise InputError(f"--split names {', '.join(doubled)} twice")
-    return tuple(names)
-
-
 def stage_table(traced: Traced) -> Table:
     """The stages: what is in them, how big they are, what they exchange."""
+    from rich.text import Text
+
     pipe, sizes = traced.pipe, traced.sizes
     outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
     rows = []

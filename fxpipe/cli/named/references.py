@@ -1,8 +1,9 @@
 """Find Python objects by the names that people type.
 
-    models/gpt.py:build                a file
+    mine/model.py:build                a file
     package.module:factory             a module
-    models/gpt.py:build?layers=8       with options, passed as keyword arguments
+    gpt                                an example model that comes with fxpipe
+    mine/model.py:build?layers=8       with options, passed as keyword arguments
 
 A file inside a package is imported as a module of it; any other file is run as by
 `python file.py`, with its own folder first among the places to import from.
@@ -14,6 +15,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import pkgutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +24,12 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 from urllib.parse import parse_qsl
 
+import fxpipe.example_models
 from fxpipe.errors import InputError
 
 __all__ = [
     "Reference",
+    "example_models",
     "find_attribute",
     "load_module",
     "load_object",
@@ -140,8 +144,17 @@ def load_module(place: str) -> ModuleType:
         ) from error
 
 
+def example_models() -> list[str]:
+    """The example models that come with fxpipe."""
+    return sorted(found.name for found in pkgutil.iter_modules(fxpipe.example_models.__path__))
+
+
 def _load_dotted(place: str) -> ModuleType:
     _import_first(Path.cwd())
+    examples = example_models()
+    # A module of the user's own goes before an example of the same name.
+    if place in examples and importlib.util.find_spec(place) is None:
+        return importlib.import_module(f"fxpipe.example_models.{place}")
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -149,7 +162,7 @@ def _load_dotted(place: str) -> ModuleType:
         if place == missing or place.startswith(f"{missing}."):
             raise InputError(
                 f"there is no module {place!r} in this folder or among the installed packages; "
-                "for a file write its path with .py"
+                f"for a file write its path with .py; example models: {', '.join(examples)}"
             ) from None
         raise _needs(place, missing) from error
 

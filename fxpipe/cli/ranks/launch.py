@@ -1,11 +1,11 @@
-"""Start the ranks of a run on this machine and wait for them, whatever happens.
+"""Run this command again on several processes of this machine, by torchrun.
 
-In:  a job for `fxpipe.cli.ranks.rank` (its name and its settings as JSON) and a number of ranks.
+In:  the arguments that the command was given, and a number of ranks.
 Out: nothing, or a `RankFailedError` with the first thing that went wrong.
 
-Ranks print results themselves. What goes wrong they write to a folder, since on every
-failure most ranks only know that another one failed, and one message is enough. No rank
-outlives the call.
+Under torchrun the command finds that it is a rank (`is_rank`) and does its part; results
+are printed by the ranks themselves. What goes wrong on a rank it writes to a folder, since
+on a failure most ranks know only that another one failed, and one message is enough.
 """
 
 from __future__ import annotations
@@ -18,23 +18,44 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import Any
+
+import typer
 
 from fxpipe.errors import FxpipeError, RemoteStageError
 
-__all__ = ["RankFailedError", "record_failure", "run_ranks"]
+__all__ = [
+    "ARGUMENTS",
+    "RankFailedError",
+    "arguments_of_rank",
+    "is_rank",
+    "record_failure",
+    "run_again",
+]
+
+ARGUMENTS = "fxpipe.arguments"
+"""Where a context keeps the arguments of the whole command."""
 
 _FOLDER = "FXPIPE_RUN_FOLDER"
-_GRACE = 15.0
-_PATIENCE = 5.0
-_POLL = 0.05
+_ARGUMENTS = "FXPIPE_RUN_ARGUMENTS"
+_PATIENCE = 20.0
+
+# torchrun without its own report of a failure, which a rank's message says better.
+_TORCHRUN = """
+import json, os, pathlib, sys
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+try:
+    main(sys.argv[1:])
+except ChildFailedError as error:
+    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    pathlib.Path(os.environ["FXPIPE_RUN_FOLDER"], "codes").write_text(json.dumps(codes))
+    sys.exit(1)
+"""
 
 
 class RankFailedError(FxpipeError):
@@ -52,66 +73,60 @@ class Failure:
     is_elsewhere: bool
 
 
-def run_ranks(
-    job: str,
-    settings: str,
-    num_ranks: int,
-    *,
-    torchrun: bool = False,
-    limit: float | None = None,
-    debug: bool = False,
-) -> None:
-    """Run a job on `num_ranks` new processes and wait for all of them.
+def is_rank() -> bool:
+    """Whether this process was started as one of several, by torchrun."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
-    Args:
-        torchrun: let `torch.distributed.run` start them instead of starting them here.
-        limit: seconds after which they are ended and the run has failed.
-        debug: show the traceback of foreseen errors as well.
+
+def arguments_of_rank() -> list[str] | None:
+    """What this rank was told to run, if `run_again` started it."""
+    given = os.environ.get(_ARGUMENTS)
+    return json.loads(given) if given is not None and is_rank() else None
+
+
+def run_again(context: typer.Context, num_ranks: int, *, limit: float | None = None) -> None:
+    """Run the command of `context` on `num_ranks` new processes and wait for all of them.
+
+    After `limit` seconds they are ended and the run has failed. `--debug` shows the traceback
+    of foreseen errors as well.
 
     Raises:
         RankFailedError: a rank failed, or the limit was reached.
     """
+    root = context.find_root()
+    arguments: Sequence[str] = root.meta[ARGUMENTS]
     with tempfile.TemporaryDirectory(prefix="fxpipe-") as folder:
-        arguments = ["-m", "fxpipe.cli.ranks.rank", job, settings]
-        environment = _environment(num_ranks, folder)
-        with open(Path(folder) / "stderr", "w+", encoding="utf-8") as noise:
-            commands = (
-                [_torchrun(arguments, num_ranks)]
-                if torchrun
-                else [[sys.executable, *arguments]] * num_ranks
-            )
-            started: list[subprocess.Popen[Any]] = []
-            with _ending(started):
-                for rank, command in enumerate(commands):
-                    own = {} if torchrun else _rank_environment(rank, num_ranks)
-                    started.append(
-                        subprocess.Popen(
-                            command,
-                            env={**environment, **own},
-                            stderr=noise if torchrun else None,
-                        )
-                    )
-                is_in_time = _wait(started, limit)
-            codes = [process.returncode for process in started]
-            said = _read(noise)
-        if is_in_time and not any(codes):
-            # torchrun's own words are kept back above; those of a good run are warnings.
-            sys.stderr.write(said)
+        command = [
+            *(sys.executable, "-c", _TORCHRUN),
+            *("--nnodes", "1", "--nproc-per-node", str(num_ranks)),
+            *("--master-addr", "127.0.0.1", "--master-port", str(_free_port())),
+            *("-m", "fxpipe"),
+        ]
+        process = subprocess.Popen(command, env=_environment(arguments, num_ranks, folder))
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+        if code == 0:
             return
         failures = _failures(Path(folder))
-        if not is_in_time and not failures:
+        if code is None and not failures:
             raise RankFailedError(f"the ranks were not done after {limit:g} s and were ended")
-        raise RankFailedError(_describe(failures, codes, said, debug))
+        raise RankFailedError(
+            _describe(failures, _codes(Path(folder), code or 0), bool(root.params["debug"]))
+        )
 
 
 def record_failure(error: BaseException) -> bool:
     """Leave word of an error for the process that started this rank, if one did."""
     folder = os.environ.get(_FOLDER)
-    if folder is None:
+    if folder is None or not is_rank():
         return False
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     failure = Failure(
-        rank=int(os.environ.get("RANK", "0")),
+        rank=int(os.environ["RANK"]),
         message=f"{error}{notes}",
         trace="".join(traceback.format_exception(error)),
         is_foreseen=isinstance(error, FxpipeError),
@@ -123,105 +138,60 @@ def record_failure(error: BaseException) -> bool:
     return True
 
 
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End torchrun if it still runs; it ends the ranks."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def _failures(folder: Path) -> list[Failure]:
     found = []
-    for path in sorted(folder.glob("rank-*.json")):
+    for path in folder.glob("rank-*.json"):
         with contextlib.suppress(ValueError, TypeError):
             found.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(found, key=lambda failure: (failure.is_elsewhere, failure.rank))
 
 
-def _describe(failures: Sequence[Failure], codes: Sequence[int], said: str, debug: bool) -> str:
-    if failures:
-        first = failures[0]
-        if first.is_foreseen and not debug:
-            return first.message
-        return f"rank {first.rank} failed:\n{first.trace}"
-    ended = ", ".join(
-        f"rank {rank} ended with {_code_text(code)}" for rank, code in enumerate(codes) if code
-    )
-    return f"{ended} and left no message\n{said}".rstrip()
+def _codes(folder: Path, code: int) -> str:
+    """How the ranks ended, as torchrun saw it."""
+    with contextlib.suppress(OSError, ValueError):
+        codes = json.loads((folder / "codes").read_text(encoding="utf-8"))
+        return ", ".join(f"rank {rank} ended with {_code_text(c)}" for rank, c in codes.items())
+    return f"torchrun ended with {_code_text(code)}"
 
 
 def _code_text(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        name = signal.Signals(-code).name
-        return name + (" (perhaps memory ran out)" if name == "SIGKILL" else "")
-    return f"signal {-code}"
+    name = signal.Signals(-code).name
+    return name + (" (perhaps memory ran out)" if name == "SIGKILL" else "")
 
 
-def _wait(started: Sequence[subprocess.Popen[Any]], limit: float | None) -> bool:
-    """Wait until all have ended, or one has failed and the others had time to notice."""
-    end = None if limit is None else time.monotonic() + limit
-    failed_at: float | None = None
-    while any(process.poll() is None for process in started):
-        now = time.monotonic()
-        if end is not None and now > end:
-            return False
-        if failed_at is None and any(process.returncode for process in started):
-            failed_at = now
-        if failed_at is not None and now > failed_at + _GRACE:
-            return True
-        time.sleep(_POLL)
-    return True
+def _describe(failures: Sequence[Failure], ended: str, debug: bool) -> str:
+    if not failures:
+        return f"{ended} and left no message"
+    first = failures[0]
+    if first.is_foreseen and not debug:
+        return first.message
+    return f"rank {first.rank} failed:\n{first.trace}"
 
 
-@contextlib.contextmanager
-def _ending(started: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
-    """End what was started, also if this process is asked to end."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _exit) if is_main else None
-    try:
-        yield
-    finally:
-        for process in started:
-            if process.poll() is None:
-                process.terminate()
-        for process in started:
-            try:
-                process.wait(_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if is_main:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _exit(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
-
-
-def _torchrun(arguments: Sequence[str], num_ranks: int) -> list[str]:
-    return [
-        sys.executable,
-        *("-m", "torch.distributed.run"),
-        *("--nnodes", "1"),
-        *("--nproc-per-node", str(num_ranks)),
-        *("--master-addr", "127.0.0.1"),
-        *("--master-port", str(_free_port())),
-        *arguments,
-    ]
-
-
-def _environment(num_ranks: int, folder: str) -> dict[str, str]:
-    environment = {**os.environ, _FOLDER: folder}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
+def _environment(arguments: Sequence[str], num_ranks: int, folder: str) -> dict[str, str]:
+    # torchrun would read arguments that look like its own, such as --nproc.
+    environment = {**os.environ, _FOLDER: folder, _ARGUMENTS: json.dumps(arguments)}
+    environment.setdefault("LOGLEVEL", "CRITICAL")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # All ranks are here: without this gloo looks up the host's name, which laptops often
     # cannot resolve.
     for name in ("lo", "lo0"):
         if any(name == found for _, found in socket.if_nameindex()):
             environment.setdefault("GLOO_SOCKET_IFNAME", name)
-    environment.setdefault("MASTER_ADDR", "127.0.0.1")
-    environment["MASTER_PORT"] = str(_free_port())
     return environment
-
-
-def _rank_environment(rank: int, num_ranks: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
 
 
 def _free_port() -> int:
@@ -229,8 +199,3 @@ def _free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
-
-
-def _read(file: IO[str]) -> str:
-    file.seek(0)
-    return file.read()

@@ -1,6 +1,6 @@
 """Train a named model on the ranks of this process: what `train` and `demo` run.
 
-In:  `TrainSettings`, plain words and numbers, equal on all ranks.
+In:  `TrainSettings`, equal on all ranks.
 Out: a `StepReport` for each step, handed to a function on every rank; only the rank of the
      last stage knows the loss (`Trainer.is_reporter`).
 
@@ -11,11 +11,10 @@ and with the same optimizer, and compares the gradients of its stages.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +34,14 @@ from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import Schedule, ScheduleFromProgram, get_schedule_class
 from fxpipe.stage import PipelineStage
 
-__all__ = ["StepReport", "TrainSettings", "Trainer", "is_rank", "join_ranks"]
+__all__ = ["StepReport", "TrainSettings", "Trainer", "join_ranks"]
 
 _DISTINCT_BATCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What to train, and how. Equal on all ranks, and travels to them as JSON."""
+    """What to train, and how; equal on all ranks."""
 
     model: ModelRequest
     schedule: str
@@ -58,8 +57,6 @@ class TrainSettings:
     data: str | None = None
     compare: bool = False
     is_local: bool = False
-    timeline: str | None = None
-    as_json: bool = False
 
     def program(self) -> Program:
         """The program that the ranks will run.
@@ -84,16 +81,6 @@ class TrainSettings:
             )
         return program
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> TrainSettings:
-        data = json.loads(text)
-        data["model"] = ModelRequest(**data["model"])
-        data["split"] = tuple(data["split"])
-        return TrainSettings(**data)
-
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -104,11 +91,6 @@ class StepReport:
     plain_loss: float | None
     gradient_difference: float | None
     seconds: float
-
-
-def is_rank() -> bool:
-    """Whether this process was started as one of several, by torchrun or by fxpipe."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def join_ranks(device: str) -> torch.device:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.cli.named.references import load_module, load_object, parse_reference
+from fxpipe.cli.named.references import example_models, load_module, load_object, parse_reference
 from fxpipe.errors import InputError
 
 
@@ -131,3 +131,21 @@ def test_an_error_of_the_file_itself_is_not_hidden(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError, match="mine"):
         load_module(str(path))
+
+
+def test_example_models_are_found_by_name_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert {"gpt", "unet", "resnet"} <= set(example_models())
+    assert hasattr(load_module("unet"), "build")
+
+
+def test_a_module_of_ones_own_goes_before_an_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(tmp_path, "vit.py", "build = 7")
+
+    assert load_module("vit").build == 7

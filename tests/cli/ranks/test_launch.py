@@ -1,33 +1,19 @@
 """Starting ranks: what fails is told once, and nothing outlives the call."""
 
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from fxpipe.cli import app
 from fxpipe.cli.ranks import launch
-from fxpipe.cli.ranks.launch import record_failure
+from fxpipe.cli.ranks.launch import RankFailedError, record_failure, run_again
 from fxpipe.errors import InputError, RemoteStageError
 
 
-def _process(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code])
-
-
-def test_the_others_get_time_to_notice_and_are_then_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_GRACE", 0.3)
-    started = [_process("raise SystemExit(3)"), _process("import time; time.sleep(600)")]
-
-    with launch._ending(started):
-        assert launch._wait(started, None)
-
-    assert [process.returncode for process in started] == [3, -15]
-
-
-def test_a_process_that_does_not_end_when_asked_is_killed(
+def test_torchrun_is_killed_if_it_does_not_end_when_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = (
@@ -39,38 +25,45 @@ def test_a_process_that_does_not_end_when_asked_is_killed(
     process.stdout.readline()
     monkeypatch.setattr(launch, "_PATIENCE", 0.2)
 
-    with launch._ending([process]):
-        pass
+    launch._end(process)
 
     assert process.returncode == -9
     process.stdout.close()
 
 
-def test_a_limit_ends_everything() -> None:
-    started = [_process("import time; time.sleep(600)")]
+def test_a_limit_ends_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_TORCHRUN", "import time; time.sleep(600)")
 
-    with launch._ending(started):
-        assert not launch._wait(started, 0.1)
-
-    assert started[0].returncode == -15
+    with pytest.raises(RankFailedError, match=r"not done after 0\.1 s and were ended"):
+        run_again(_context("demo"), 2, limit=0.1)
 
 
-def test_ranks_end_when_this_process_is_asked_to() -> None:
-    started = [_process("import time; time.sleep(600)")]
-    before = signal.getsignal(signal.SIGTERM)
+def test_arguments_reach_torchrun_as_they_were_given(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import os; os.environ.update(RANK='0', WORLD_SIZE='3')\n"
+        "from fxpipe.cli.ranks.launch import arguments_of_rank; print(arguments_of_rank())"
+    )
+    monkeypatch.setattr(launch, "_TORCHRUN", code)
 
-    with pytest.raises(SystemExit, match="143"), launch._ending(started):
-        os.kill(os.getpid(), signal.SIGTERM)
-        launch._wait(started, 10.0)
+    run_again(_context("train", "a b?c=1&d=2", "--nproc", "3"), 3)
 
-    assert started[0].returncode == -15
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().out == "['train', 'a b?c=1&d=2', '--nproc', '3']\n"
+
+
+def _context(*arguments: str) -> typer.Context:
+    context = typer.Context(typer.main.get_command(app))
+    context.meta[launch.ARGUMENTS] = list(arguments)
+    context.params["debug"] = False
+    return context
 
 
 def test_the_first_cause_is_told_and_the_echoes_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPIPE_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
     cause = InputError("too few rows")
     cause.add_note("raised on rank 2")
     for rank, error in enumerate([RemoteStageError("rank 2 failed"), cause, cause]):
@@ -80,32 +73,34 @@ def test_the_first_cause_is_told_and_the_echoes_are_not(
     failures = launch._failures(tmp_path)
 
     assert [failure.rank for failure in failures] == [1, 2, 0]
-    assert launch._describe(failures, [1, 1, 1], "", False) == "too few rows\nraised on rank 2"
-    assert "fxpipe.errors.InputError: too few rows" in launch._describe(failures, [1], "", True)
+    assert launch._describe(failures, "", False) == "too few rows\nraised on rank 2"
+    assert "fxpipe.errors.InputError: too few rows" in launch._describe(failures, "", True)
 
 
 def test_what_was_not_foreseen_keeps_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXPIPE_RUN_FOLDER", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "1")
     try:
         raise ZeroDivisionError("mine")
     except ZeroDivisionError as error:
         record_failure(error)
 
-    text = launch._describe(launch._failures(tmp_path), [0, 1], "", False)
+    text = launch._describe(launch._failures(tmp_path), "", False)
 
     assert text.startswith("rank 1 failed:\nTraceback")
     assert "ZeroDivisionError: mine" in text
 
 
-def test_a_rank_that_left_no_word_is_told_by_how_it_ended() -> None:
-    text = launch._describe([], [0, -9, 7], "last words", False)
+def test_a_rank_that_left_no_word_is_told_by_how_it_ended(tmp_path: Path) -> None:
+    assert launch._codes(tmp_path, 7) == "torchrun ended with exit code 7"
+    (tmp_path / "codes").write_text('{"1": -9, "2": 7}')
 
-    assert text == (
+    assert launch._describe([], launch._codes(tmp_path, 1), False) == (
         "rank 1 ended with SIGKILL (perhaps memory ran out), rank 2 ended with exit code 7 "
-        "and left no message\nlast words"
+        "and left no message"
     )
 
 
@@ -113,17 +108,3 @@ def test_no_word_is_left_where_nobody_waits_for_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("FXPIPE_RUN_FOLDER", raising=False)
 
     assert not record_failure(InputError("x"))
-
-
-def test_ranks_are_told_who_they_are_and_use_this_machine_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-    environment = launch._environment(2, "folder")
-
-    assert "RANK" not in environment
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-    assert environment["MASTER_ADDR"] == os.environ.get("MASTER_ADDR", "127.0.0.1")
-    assert launch._rank_environment(1, 2)["WORLD_SIZE"] == "2"

@@ -46,9 +46,10 @@ _PATIENCE = 20.0
 
 # torchrun without its own report of a failure, which a rank's message says better.
 _TORCHRUN = """
-import json, os, pathlib, sys
+import json, logging, os, pathlib, sys
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
+logging.disable(logging.ERROR)
 try:
     main(sys.argv[1:])
 except ChildFailedError as error:
@@ -184,7 +185,6 @@ def _describe(failures: Sequence[Failure], ended: str, debug: bool) -> str:
 def _environment(arguments: Sequence[str], num_ranks: int, folder: str) -> dict[str, str]:
     # torchrun would read arguments that look like its own, such as --nproc.
     environment = {**os.environ, _FOLDER: folder, _ARGUMENTS: json.dumps(arguments)}
-    environment.setdefault("LOGLEVEL", "CRITICAL")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # All ranks are here: without this gloo looks up the host's name, which laptops often
     # cannot resolve.

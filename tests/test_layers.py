@@ -57,6 +57,7 @@ ROOMS = {
         {"interface", "dims", "inputs", "markers", "nested", "source_line", "facts", "arguments"},
         {"sizes"},
         {"sandbox"},
+        {"guard"},
         {"record"},
         {"capture"},
         {"flow"},

@@ -35,6 +35,7 @@ __all__ = [
     "contents",
     "copied",
     "has_tensor",
+    "is_atom",
     "map_leaves",
     "mutable_parts",
     "snapshot",
@@ -51,6 +52,10 @@ _ATOMS = (
     torch.layout, torch.memory_format, torch.Generator, slice, type(Ellipsis), type,
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
     functools.partial, nn.Module, torch.Tensor, *SYMBOLIC,
+)  # fmt: skip
+_PLAIN = (
+    bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, slice, type(Ellipsis), type, range,
 )  # fmt: skip
 _DEEPEST = 12
 
@@ -91,6 +96,13 @@ def branch(value: Any) -> Branch | None:
     if hasattr(value, "__dict__") and has_tensor(value):
         return _attributes(value, tuple(vars(value)))
     return None
+
+
+def is_atom(value: Any) -> bool:
+    """Say whether a value has no parts that could change: a number, a text, a dtype, None."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_atom, value))
+    return isinstance(value, (*_PLAIN, enum.Enum)) or value is None
 
 
 def walk(value: Any, path: tuple[Accessor, ...] = ()) -> Iterator[tuple[tuple[Accessor, ...], Any]]:

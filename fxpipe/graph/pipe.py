@@ -45,7 +45,7 @@ class Pipe:
 
     def __init__(self, traced: TracedGraph, assignment: Assignment) -> None:
         graphs = cut(traced, assignment)
-        modules = build_modules(traced.module, graphs)
+        modules = build_modules(traced, graphs)
         self.stages: tuple[Stage, ...] = tuple(
             Stage(
                 index,

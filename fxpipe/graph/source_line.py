@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Place", "failing_frame", "is_users", "user_depth", "user_frame"]
+__all__ = ["Place", "failing_frame", "is_ours", "is_users", "user_depth", "user_frame"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ def failing_frame(error: BaseException) -> Place | None:
             found = Place(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
     return found
+
+
+def is_ours(file: str) -> bool:
+    """Say whether a file is of the part of fxpipe that traces."""
+    return file.startswith(_OURS)
 
 
 def is_users(file: str) -> bool:

@@ -27,6 +27,7 @@ from fxpipe.errors import FxpipeError, SplitError, TraceError
 from fxpipe.graph.capture.dtype_following import cast_inputs, dtypes_to_follow, link_dtypes
 from fxpipe.graph.capture.train_eval import merge_modes
 from fxpipe.graph.facts import Facts
+from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
@@ -56,7 +57,8 @@ class TracedGraph:
     """A model as a graph of leaf calls and torch functions.
 
     `facts` says what is known about each node. Sizes among the arguments are sympy
-    expressions.
+    expressions. `world` is what the code read of Python's world, `flags` are the modules
+    whose training flag it asked for; with `modes` the graph is for these flags only.
     """
 
     module: nn.Module
@@ -67,6 +69,9 @@ class TracedGraph:
     hints: Mapping[str, int]
     opened: frozenset[str]
     autocast: bool
+    world: World
+    flags: frozenset[str] = frozenset()
+    modes: Mapping[str, bool] | None = None
 
 
 def capture(
@@ -209,9 +214,9 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
 
     flags = {part.training for part in module.modules()}
     first = traced(None)
-    if not first.reads_training:
+    if not first.graph.flags or _modes(first.graph) is not None:
         _check_refusals(first.graph)
-        return first.graph
+        return dataclasses.replace(first.graph, modes=_modes(first.graph))
     training = first if flags == {True} else traced(True)
     evaluation = first if flags == {False} else traced(False)
     if training.graph.inputs.example != evaluation.graph.inputs.example:
@@ -227,8 +232,15 @@ def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
     merge_modes(
         training.graph.graph, training.graph.facts,
         evaluation.graph.graph, evaluation.graph.facts,
+        training.graph.flags | evaluation.graph.flags,
     )  # fmt: skip
     return _joined(training.graph, evaluation.graph)
+
+
+def _modes(traced: TracedGraph) -> dict[str, bool] | None:
+    """Return the training flags that the code asked for if they differ: then one trace is it."""
+    found = {name: traced.module.get_submodule(name).training for name in traced.flags}
+    return found if len(set(found.values())) > 1 else None
 
 
 def _follow_dtypes(task: _Task, wishes: Wishes, training: bool | None, traced: TracedGraph) -> None:
@@ -258,7 +270,12 @@ def _check_refusals(*graphs: TracedGraph) -> None:
 def _joined(training: TracedGraph, evaluation: TracedGraph) -> TracedGraph:
     conditions = dict.fromkeys((*training.inputs.conditions, *evaluation.inputs.conditions))
     inputs = dataclasses.replace(training.inputs, conditions=tuple(conditions))
-    return dataclasses.replace(training, inputs=inputs)
+    return dataclasses.replace(
+        training,
+        inputs=inputs,
+        world=training.world.joined(evaluation.world),
+        flags=training.flags | evaluation.flags,
+    )
 
 
 class _MustOpenError(Exception):
@@ -273,7 +290,6 @@ class _MustOpenError(Exception):
 class _Traced:
     graph: TracedGraph
     wanted: set[str]
-    reads_training: bool
 
 
 def _trace_once(
@@ -306,6 +322,7 @@ def _trace_once(
         stack.enter_context(watched_masks(module, trace.on_mask))
         stack.enter_context(watched_draws(trace.is_opened, trace.on_draw))
         stack.enter_context(mode)
+        stack.enter_context(trace.reads.watching())
         try:
             with trace:
                 args, kwargs = _refill(module, task.call, fakes)
@@ -318,7 +335,7 @@ def _trace_once(
     if not trace.wanted - opened:
         _check_called(task.splits, trace.called)
     graph = _finished(task, trace, sizes, fakes, wishes)
-    return _Traced(graph, trace.wanted, bool(trace.training_read))
+    return _Traced(graph, trace.wanted)
 
 
 def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
@@ -377,8 +394,14 @@ def _finished(
     )
     return TracedGraph(
         module, graph, facts, signature, sizes.free(), sizes.hints(), frozenset(task.opened),
-        _autocast_is_on(),
+        _autocast_is_on(), World.of(trace.reads, _opened_parts(task)),
+        frozenset(trace.training_read),
     )  # fmt: skip
+
+
+def _opened_parts(task: _Task) -> dict[str, nn.Module]:
+    parts = task.module.named_modules(remove_duplicate=False)
+    return {name: part for name, part in parts if name in task.opened}
 
 
 def _autocast_is_on() -> bool:

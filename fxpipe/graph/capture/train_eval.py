@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from torch import fx
@@ -30,7 +30,7 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.graph_calls import Constant, Rebuild
 
-__all__ = ["TrainingFlag", "choose", "merge_modes"]
+__all__ = ["TrainingFlag", "choose", "flag_of", "merge_modes"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,19 +48,41 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     return in_training if training else in_evaluation
 
 
-def merge_modes(training: fx.Graph, facts: Facts, evaluation: fx.Graph, their_facts: Facts) -> None:
+def flag_of(owner: str, flags: Collection[str]) -> str:
+    """Return the module whose flag decides for code of `owner`, one of those that were asked.
+
+    All of them are alike when a stage runs; see `StageGuard.modes`.
+    """
+    return owner if owner in flags or not flags else min(flags)
+
+
+def merge_modes(
+    training: fx.Graph,
+    facts: Facts,
+    evaluation: fx.Graph,
+    their_facts: Facts,
+    flags: Collection[str],
+) -> None:
     """Change the graph of a trace in training mode so that it also evaluates.
+
+    `flags` are the modules whose training flag the code asked for.
 
     Raises:
         TraceError: the two modes differ in a way that one graph cannot express.
     """
-    _Merge(training, facts, evaluation, their_facts).run()
+    _Merge(training, facts, evaluation, their_facts, flags).run()
 
 
 class _Merge:
     def __init__(
-        self, training: fx.Graph, facts: Facts, evaluation: fx.Graph, their_facts: Facts
+        self,
+        training: fx.Graph,
+        facts: Facts,
+        evaluation: fx.Graph,
+        their_facts: Facts,
+        flags: Collection[str],
     ) -> None:
+        self._flags = flags
         self._graph = training
         self._facts = facts
         self._their_facts = their_facts
@@ -135,13 +157,13 @@ class _Merge:
             if type(ours) is type(theirs) and repr(ours) == repr(theirs):
                 return ours
             if ours is True and theirs is False:
-                return TrainingFlag(self._facts[node].owner)
+                return TrainingFlag(flag_of(self._facts[node].owner, self._flags))
             return self._chosen(ours, self._mapped(theirs), node)
 
         return map_pairs(one, ours, theirs)
 
     def _chosen(self, ours: Any, theirs: Any, node: fx.Node) -> fx.Node:
-        flag = TrainingFlag(self._facts[node].owner)
+        flag = TrainingFlag(flag_of(self._facts[node].owner, self._flags))
         pair = (ours, theirs) if isinstance(ours, fx.Node) and isinstance(theirs, fx.Node) else None
         if pair in self._choices:
             return self._choices[pair]

@@ -16,7 +16,9 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import SplitError
+from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.graph.cut.stage_writer import StageGraph
+from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.interface import Tied
 from fxpipe.graph.sandbox.patches import user_hooks
 from fxpipe.graph.source_line import user_depth
@@ -35,23 +37,29 @@ class StageModule(fx.GraphModule):
         graph.owning_module = None
 
 
-def build_modules(module: nn.Module, stages: Sequence[StageGraph]) -> tuple[StageModule, ...]:
+def build_modules(traced: TracedGraph, stages: Sequence[StageGraph]) -> tuple[StageModule, ...]:
     """Return a module for each stage, holding the state that it uses."""
+    module = traced.module
     homes = _homes(module, stages)
     built = []
+    guards = [StageGuard(traced.world) for _ in stages]
     for index, stage in enumerate(stages):
         made = StageModule(index, stage.graph)
         for name in stage.modules:
             _set_module(made, name, module.get_submodule(name))
         for name in stage.tensors:
-            _set_tensor(made, name, module)
+            _set_tensor(made, name, module, guards[index])
         built.append(made)
     for name, stage_index in homes.items():
-        _set_tensor(built[stage_index], name, module)
-    for stage, made in zip(stages, built, strict=True):
-        for name in stage.containers:
+        _set_tensor(built[stage_index], name, module, guards[stage_index])
+    for stage, made, guard in zip(stages, built, guards, strict=True):
+        # A stage that asks for one flag has all of them, to see whether they are alike.
+        flags = traced.flags if stage.containers or traced.modes is not None else frozenset()
+        for name in (*stage.containers, *sorted(flags)):
             _container(made, name)
-        _copy_flags(made, module)
+        _copy_flags(made, module, guard)
+        guard.modes({name: made.get_submodule(name) for name in flags}, traced.modes)
+        made.register_forward_pre_hook(guard)
         made.recompile()
         made.graph.owning_module = None
     _keep_extra_state(module, built)
@@ -113,12 +121,13 @@ def _warn_of_hooks(module: nn.Module, stages: Sequence[StageModule]) -> None:
         )
 
 
-def _copy_flags(stage: nn.Module, module: nn.Module) -> None:
+def _copy_flags(stage: nn.Module, module: nn.Module, guard: StageGuard) -> None:
     # Only of the containers made here: the user's own modules keep theirs.
     for name, part in stage.named_modules():
         original = module.get_submodule(name)
         if part is not original:
             part.training = original.training
+            guard.flag(original, part)
 
 
 def find_tied(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[Tied, ...]:
@@ -187,15 +196,17 @@ def _set_module(stage: nn.Module, name: str, value: nn.Module) -> None:
     holder.add_module(last, value)
 
 
-def _set_tensor(stage: nn.Module, name: str, module: nn.Module) -> None:
+def _set_tensor(stage: nn.Module, name: str, module: nn.Module, guard: StageGuard) -> None:
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     holder = _container(stage, path)
     if last in owner._parameters:
         holder.register_parameter(last, owner._parameters[last])
+        guard.tensor(name, owner, holder, "_parameters")
     else:
         persistent = last not in owner._non_persistent_buffers_set
         holder.register_buffer(last, owner._buffers[last], persistent=persistent)
+        guard.tensor(name, owner, holder, "_buffers")
 
 
 def _container(stage: nn.Module, path: str) -> nn.Module:

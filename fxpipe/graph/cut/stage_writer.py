@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph.arguments import map_arguments
-from fxpipe.graph.capture.train_eval import TrainingFlag
+from fxpipe.graph.capture.train_eval import TrainingFlag, flag_of
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
 from fxpipe.graph.facts import Ambient, Facts, NodeFacts
 from fxpipe.graph.flow import Flow, as_tensor
@@ -173,7 +173,7 @@ class StageWriter:
         if not is_usual:
             target = Within(known.ambient, target)
         if known.mode is not None:
-            args = (self._training(known.owner), *args)
+            args = (self._training(flag_of(known.owner, self._flow.traced.flags)), *args)
             target = OnlyIf(known.mode, target)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
 

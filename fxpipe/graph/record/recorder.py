@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.facts import NodeFacts
+from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
 from fxpipe.graph.record.ambient import Surroundings
@@ -44,7 +45,7 @@ from fxpipe.graph.record.messages import a_draw, a_value_decides, an_unknown_ten
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
-from fxpipe.graph.record.state_writes import StateWatch
+from fxpipe.graph.record.state_writes import StateWatch, carried_state
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
@@ -96,6 +97,7 @@ class Trace(TorchFunctionMode):
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
+        self.reads = Reads(module, self.is_opened)
         self.tape = Tape(self._name_of_state, state.real_of)
         self.tape.describe = self._describe
 
@@ -235,7 +237,7 @@ class Trace(TorchFunctionMode):
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         self._check_chance()
-        for fault in self._watch.write(self.tape):
+        for fault in (*self._watch.write(self.tape), *carried_state(self.reads, self.tape)):
             self.refuse(fault)
         with self._explained():
             self.tape.finish(output)

@@ -4,8 +4,10 @@ A buffer that code changes in place is changed by the recorded operation. One th
 code assigns anew (`self.count = self.count + 1`) gets a node that copies the new
 value into the stage's buffer, and whoever read the old value gets a copy of it.
 
-Other attributes are not followed: a tensor that is no buffer is refused if it was
-read, and a changed number is told to the log.
+Other attributes are not followed. One that the code reads and then changes carries a
+state to the next run, and is refused: a tensor, a count, `None` that becomes a tensor.
+Not so a cache: tensors in it depend on sizes and constants alone, and a stage computes
+them anew. A number that is only written is told to the log.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.graph.guard.reads import Reads
+from fxpipe.graph.nested import walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
 
-__all__ = ["StateWatch"]
+__all__ = ["StateWatch", "carried_state"]
 
 _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
@@ -68,6 +72,33 @@ class StateWatch:
         for name, part in self._modules.items():
             yield id(part._buffers), (name, True)
             yield id(part.__dict__), (name, False)
+
+
+def carried_state(reads: Reads, tape: Tape) -> list[str]:
+    """Return what opened code read and changed, so that the next run would differ, as text."""
+    faults = []
+    for read, now in reads.carried():
+        inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
+        tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):
+            continue
+        owner = reads.names.get(id(read.holder), "")
+        name = f"{owner}.{read.name}" if owner else read.name
+        change = "changes what is in it" if now is read.value else f"makes it {_text(now)}"
+        faults.append(
+            f"code that is split reads {name!r} ({_text(read.value)}) and {change} for its next "
+            f"run; a stage would start from the same value each time\n  {read.place}\n    "
+            f"{read.place.source}\nregister it as a buffer that keeps its shape, or keep this code "
+            "inside a submodule that is not split"
+        )
+    return faults
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
 def _plain_attributes(module: nn.Module) -> Mapping[str, Any]:

@@ -161,6 +161,21 @@ class Tape:
         """Say whether a recorded operation made this tensor."""
         return id(tensor) in self._held
 
+    def depends_on_data(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor follows from more than constants and sizes."""
+        held = self._held.get(id(tensor))
+        if held is None:
+            return isinstance(tensor, FakeTensor) and id(tensor) not in self._real_of
+        stack, seen = [held.node], {held.node}
+        while stack:
+            node = stack.pop()
+            if node.op not in ("call_function", "call_method") or self.facts[node].draws:
+                return True
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            stack += fresh
+        return False
+
     def _state_node(self, name: str, tensor: torch.Tensor) -> fx.Node:
         if name not in self._state:
             node = self.write("get_attr", name, (), {})

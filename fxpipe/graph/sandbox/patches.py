@@ -172,7 +172,7 @@ def user_hooks(module: nn.Module) -> int:
     return backward + sum(not _is_library_hook(hook) for hook in forward)
 
 
-_LIBRARIES = ("torch.nn.utils.", "transformers.")
+_LIBRARIES = ("torch.nn.utils.", "transformers.", "fxpipe.")
 
 
 def _is_library_hook(hook: Any) -> bool:

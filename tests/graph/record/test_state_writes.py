@@ -146,7 +146,7 @@ def test_a_changed_number_is_told_to_the_log(caplog: pytest.LogCaptureFixture) -
             self.calls = 5
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
+            self.calls = x.dim()
             return super().forward(x)
 
     model = Counts()

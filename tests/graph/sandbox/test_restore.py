@@ -68,7 +68,8 @@ def test_nothing_is_left_of_a_trace() -> None:
     model = Busy()
     before = (state_of(model), contents_of(model))
 
-    pipeline(model, (X,))
+    with pytest.raises(TraceError, match=r"reads 'seen' .* and changes what is in it"):
+        pipeline(model, (X,))
 
     assert (state_of(model), contents_of(model)) == before
 

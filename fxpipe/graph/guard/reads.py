@@ -1,0 +1,195 @@
+"""Note every attribute that opened code reads while it is traced.
+
+A graph holds what the code did for the attributes it read: `if self.flag` is gone. So
+each first read is noted with its value, for modules and for the plain objects that
+modules keep (a config, a helper). `World` compares these values before the graph is
+used again; `carried` tells which of them the forward itself changed.
+
+Reads are seen by a `__getattribute__` on the classes, for the time of the trace. The
+machinery of `nn.Module` itself (its dicts, `training`) is not noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.graph.nested import contents, is_atom
+from fxpipe.graph.sandbox.patches import patched
+from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
+
+__all__ = ["MISSING", "Read", "Reads", "find"]
+
+
+class _Missing:
+    """Stands for an attribute that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+_PLACES = ("_parameters", "_buffers", "_modules")
+_MACHINERY = frozenset(
+    {*vars(nn.Module()), *dir(nn.Module), "_compiled_call_impl", "_is_hf_initialized", "forward"}
+)
+# Settings of the process that code may ask for, by the module that has the function.
+_SETTINGS = (
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype",
+    "are_deterministic_algorithms_enabled", "get_default_dtype", "is_autocast_cache_enabled",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """The first read of an attribute: where it was found, its value, and what was inside."""
+
+    holder: Any
+    name: str
+    home: str  # one of _PLACES, "__dict__", "class" or "" for an attribute that is missing
+    value: Any
+    inside: Any
+    place: Place
+
+
+class Reads:
+    """The reads of one trace."""
+
+    def __init__(self, module: nn.Module, is_opened: Callable[[], bool]) -> None:
+        self.names = {id(part): name for name, part in module.named_modules()}
+        self.noted: dict[tuple[int, str], Read] = {}
+        self.settings: dict[tuple[str, tuple[Any, ...]], tuple[Any, Place]] = {}
+        self._module = module
+        self._is_opened = is_opened
+        self._stack = ExitStack()
+        self._watched: set[type] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note what is read until exit."""
+        usual = {name: getattr(torch, name) for name in _SETTINGS}
+        with self._stack:
+            self._watch(nn.Module)
+            for kind in {type(part) for part in self._module.modules()}:
+                if "__getattribute__" in kind.__dict__:
+                    self._watch(kind)
+            for name, original in usual.items():
+                self._stack.enter_context(patched(torch, name, self._setting(name, original)))
+            yield
+
+    def note(self, holder: Any, name: str) -> None:
+        """Take note of a read."""
+        key = (id(holder), name)
+        if key in self.noted or name in _MACHINERY or name.startswith("__"):
+            return
+        if not self._is_opened() or (
+            isinstance(holder, nn.Module) and id(holder) not in self.names
+        ):
+            return
+        if is_ours(sys._getframe(2).f_code.co_filename):
+            return
+        home, value = find(holder, name)
+        if home == "class" and hasattr(type(value), "__get__"):
+            return  # a method or a property
+        self.noted[key] = Read(holder, name, home, value, _inside(value), user_frame())
+        for part in value if type(value) in (list, tuple) else (value,):
+            if _is_object(part):
+                self.names.setdefault(
+                    id(part), f"{self.names.get(id(holder), '')}.{name}".strip(".")
+                )
+                self._watch(type(part))
+
+    def carried(self) -> Iterator[tuple[Read, Any]]:
+        """Yield what the code read and then changed, with the new value.
+
+        Not tensors that another tensor replaces: those are buffers, or refused elsewhere.
+        """
+        for read in list(self.noted.values()):
+            home, now = find(read.holder, read.name)
+            if isinstance(read.value, torch.Tensor) or home == "class":
+                continue
+            if now is read.value:
+                if read.inside is not None and _inside(now) != read.inside:
+                    yield read, now
+            elif not (is_atom(now) and type(now) is type(read.value) and now == read.value):
+                yield read, now
+
+    def _watch(self, kind: type) -> None:
+        if kind in self._watched:
+            return
+        self._watched.add(kind)
+        owner: Any = kind
+        original = owner.__getattribute__
+        reads = self
+
+        def read(self: Any, name: str) -> Any:
+            reads.note(self, name)
+            return original(self, name)
+
+        self._stack.enter_context(patched(kind, "__getattribute__", read))
+
+    def _setting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        usual: dict[tuple[Any, ...], Any] = {}
+        for args in ((), ("cpu",), ("cuda",)):
+            with suppress(TypeError):
+                usual[args] = original(*args)
+
+        def ask(*args: Any) -> Any:
+            value = original(*args)
+            # What the code has set for itself is not of the world.
+            is_worlds = args in usual and usual[args] == value
+            if is_worlds and self._is_opened() and is_users(sys._getframe(1).f_code.co_filename):
+                self.settings.setdefault((name, args), (value, user_frame()))
+            return value
+
+        return ask
+
+
+def find(holder: Any, name: str) -> tuple[str, Any]:
+    """Return where an attribute is and its value, without running any code of the class."""
+    attributes = getattr_dict(holder)
+    if name in attributes:
+        return "__dict__", attributes[name]
+    if isinstance(holder, nn.Module):
+        for place in _PLACES:
+            inside = attributes.get(place)
+            if inside is not None and name in inside:
+                return place, inside[name]
+    for kind in type(holder).__mro__:
+        if name in kind.__dict__:
+            return "class", kind.__dict__[name]
+    return "", MISSING
+
+
+def getattr_dict(holder: Any) -> dict[str, Any]:
+    """Return an object's own attributes."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
+def _inside(value: Any) -> Any:
+    """Describe what is in a container or an object; None for anything else."""
+    if type(value) in (list, dict, set) or _is_object(value):
+        return contents(value)
+    return None
+
+
+def _is_object(value: Any) -> bool:
+    """Say whether a value is an object of a class of the user's, whose reads can be seen."""
+    kind = type(value)
+    return (
+        bool(kind.__flags__ & (1 << 9))  # made by a class statement
+        and not isinstance(value, (nn.Module, torch.Tensor, type))
+        and not is_atom(value)
+        and not kind.__module__.startswith(("torch.", "builtins", "collections", "logging"))
+        and hasattr(value, "__dict__")
+    )

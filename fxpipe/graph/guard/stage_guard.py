@@ -1,0 +1,143 @@
+"""What a stage does before each run: follow the model where it can, else refuse.
+
+A stage has the user's own leaves, but containers of its own in place of the modules
+that are split. Their parameters, buffers and training flags are copied from the model.
+When the model gets others (`load_state_dict(assign=True)`, `.to(dtype)`, `.eval()`),
+the stage takes them, unless it was given its own in the meantime, as by `fully_shard`
+or by `stage.train()`. What the code read otherwise must be as it was: see `World`.
+
+The guard is a hook in front of the stage's forward. A copy of a stage, and one that was
+saved, stand for themselves and follow no model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.guard.world import World
+
+__all__ = ["StageGuard"]
+
+
+class _Tensor:
+    """A parameter or buffer that a container of the stage has from the model."""
+
+    __slots__ = ("_holder", "_home", "_key", "_last", "_name", "_owner")
+
+    def __init__(self, name: str, owner: nn.Module, holder: nn.Module, home: str) -> None:
+        self._name = name
+        self._owner = weakref.ref(owner)
+        self._holder = weakref.ref(holder)
+        self._home = home
+        self._key = name.rpartition(".")[2]
+        self._last: Any = weakref.ref(getattr(owner, home)[self._key])
+
+    def follow(self) -> None:
+        owner, holder = self._owner(), self._holder()
+        if owner is None or holder is None:
+            return
+        now, last = owner.__dict__[self._home].get(self._key), self._last()
+        if now is last or last is None:
+            return
+        place = holder.__dict__[self._home]
+        if place.get(self._key) is not last:
+            return
+        if not isinstance(now, torch.Tensor) or now.shape != last.shape:
+            found = "None" if now is None else f"a tensor of size {list(now.shape)}"
+            raise TraceError(
+                f"{self._name} was of size {list(last.shape)} when pipeline() traced the model, "
+                f"and is {found} now; call pipeline() again"
+            )
+        place[self._key] = now
+        self._last = weakref.ref(now)
+
+
+class _Flag:
+    """The training flag of a container of the stage, as the model's module has it."""
+
+    __slots__ = ("_holder", "_last", "_owner")
+
+    def __init__(self, owner: nn.Module, holder: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        self._holder = weakref.ref(holder)
+        self._last = owner.training
+
+    def follow(self) -> None:
+        owner = self._owner()
+        if owner is not None and owner.training is not self._last:
+            holder = self._holder()
+            self._last = owner.training
+            if holder is not None:
+                holder.training = owner.training
+
+
+class StageGuard:
+    """Called before each forward of a stage."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world or World()
+        self._tensors: list[_Tensor] = []
+        self._flags: list[_Flag] = []
+        self._read: dict[str, weakref.ref[nn.Module]] = {}
+        self._traced: dict[str, bool] | None = None
+
+    def tensor(self, name: str, owner: nn.Module, holder: nn.Module, home: str) -> None:
+        """Follow a parameter or buffer of the model."""
+        self._tensors.append(_Tensor(name, owner, holder, home))
+
+    def flag(self, owner: nn.Module, holder: nn.Module) -> None:
+        """Follow the training flag of a module of the model."""
+        self._flags.append(_Flag(owner, holder))
+
+    def modes(self, holders: Mapping[str, nn.Module], traced: Mapping[str, bool] | None) -> None:
+        """Check the flags that the code read: as `traced`, or all the same if that is None."""
+        self._read = {name: weakref.ref(holder) for name, holder in holders.items()}
+        self._traced = None if traced is None else dict(traced)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for flag in self._flags:
+            flag.follow()
+        for tensor in self._tensors:
+            tensor.follow()
+        if len(self._read) > 1 or self._traced is not None:
+            self._check_modes()
+        self._world.check()
+
+    def _check_modes(self) -> None:
+        now = {name: found.training for name, ref in self._read.items() if (found := ref())}
+        if self._traced is None:
+            if len(set(now.values())) > 1:
+                raise TraceError(
+                    "code that is split asks for the training flags of several modules, and was "
+                    f"traced where all are the same; now {_modes(now.items())}\n"
+                    "set all of them alike, or call pipeline() while they are as now"
+                )
+            return
+        wrong = [(name, flag) for name, flag in now.items() if flag != self._traced[name]]
+        if wrong:
+            raise TraceError(
+                "the model was traced with some modules in training and others in evaluation: "
+                f"{_modes(self._traced.items())}; now {_modes(wrong)}\n"
+                "set the flags back, or call pipeline() again"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageGuard:
+        return StageGuard()
+
+    def __reduce__(self) -> Any:
+        return StageGuard, ()
+
+
+def _modes(flags: Iterable[tuple[str, bool]]) -> str:
+    return ", ".join(
+        f"{name or 'the model'} is in {'training' if flag else 'evaluation'}"
+        for name, flag in sorted(flags)
+    )

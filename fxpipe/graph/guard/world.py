@@ -1,0 +1,276 @@
+"""Compare what opened code read while it was traced with what is there now.
+
+In:  the `Reads` of a trace, after the model was put back as it was.
+Out: a `World`, whose `changes` lists every attribute, container and setting that
+     differs from what the graph was written for.
+
+Made for being asked before each run: what was read of one module is one tuple, compared
+in one go. Modules and tensors are held weakly, so that a stage keeps alive no part of
+the model that it does not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import TraceError
+from fxpipe.graph.guard.reads import MISSING, Read, Reads, find
+from fxpipe.graph.nested import is_atom
+from fxpipe.graph.source_line import Place
+
+__all__ = ["World"]
+
+_MOST = 5000  # entries of one container that are compared
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Attributes:
+    """Numbers, texts and the like that one object has under some names."""
+
+    holder: Callable[[], Any]
+    home: str
+    names: tuple[str, ...]
+    get: Callable[[Any], Any]
+    values: tuple[Any, ...]
+
+    def is_same(self) -> bool:
+        holder = self.holder()
+        if holder is None:
+            return True
+        try:
+            place = vars(holder)
+            return bool(self.get(place[self.home] if self.home else place) == self.values)
+        except Exception:
+            return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Identity:
+    """A module, tensor, function or object under a name; or nothing."""
+
+    holder: Callable[[], Any]
+    home: str
+    name: str
+    value: Callable[[], Any]
+    shape: Any = None
+
+    def is_same(self) -> bool:
+        holder = self.holder()
+        if holder is None:
+            return True
+        value = self.value()
+        if value is None:
+            return True
+        if self.home in ("class", ""):
+            now = find(holder, self.name)[1]
+        else:
+            place = holder.__dict__
+            now = (place if self.home == "__dict__" else place[self.home]).get(self.name, MISSING)
+        if now is value:
+            return True
+        # Parameters and buffers that are replaced by others are followed.
+        return self.shape is not None and getattr(now, "shape", None) == self.shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Contents:
+    """What is in a list, dict or set: as a copy, by identity, or by its keys alone."""
+
+    live: Any
+    copy: Any
+
+    def is_same(self) -> bool:
+        try:
+            if isinstance(self.copy, tuple):
+                return tuple(self.live) == self.copy
+            if isinstance(self.copy, _Ids):
+                return _ids(self.live) == self.copy
+            return bool(self.live == self.copy)
+        except Exception:
+            return False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Setting:
+    """What a function of torch says about the process."""
+
+    ask: Callable[[], Any]
+    value: Any
+
+    def is_same(self) -> bool:
+        return bool(self.ask() == self.value)
+
+
+_Entry = _Attributes | _Identity | _Contents | _Setting
+
+
+class World:
+    """Everything outside of a graph that it relies on."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._told: dict[int, Callable[[], list[str]]] = {}
+
+    @classmethod
+    def of(cls, reads: Reads, opened: dict[str, nn.Module]) -> World:
+        """Return what was read and is of the world, not made by the forward itself."""
+        world = cls()
+        grouped: dict[tuple[int, str], list[Read]] = {}
+        for read in reads.noted.values():
+            home, now = find(read.holder, read.name)
+            if home != read.home:
+                continue
+            owner = reads.names.get(id(read.holder), "")
+            text = f"{owner}.{read.name}" if owner else read.name
+            if isinstance(read.value, torch.Tensor):
+                if isinstance(now, torch.Tensor):
+                    shape = now.shape if home in ("_parameters", "_buffers") else None
+                    world._identity(read, now, text, shape)
+            elif is_atom(now) and home not in ("class", ""):
+                if now is read.value or now == read.value:
+                    grouped.setdefault((id(read.holder), home), []).append(read)
+            elif read.value is now:
+                world._identity(read, now, text, None)
+                world._contents(now, text, read.place)
+        for (_, home), found in grouped.items():
+            world._attributes(home, found, reads.names.get(id(found[0].holder), ""))
+        for name, part in opened.items():
+            for kind in _HOOKS if not isinstance(part, torch.jit.ScriptModule) else ():
+                world._hooks(vars(part)[kind], name, kind)
+        for (name, args), (value, place) in reads.settings.items():
+            world._setting(name, args, value, place)
+        return world
+
+    def joined(self, other: World) -> World:
+        """Return what either of two graphs relies on."""
+        made = World()
+        made._entries = [*self._entries, *other._entries]
+        made._told = {**self._told, **other._told}
+        return made
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            TraceError: lists everything that is not as it was in the trace.
+        """
+        for entry in self._entries:
+            if not entry.is_same():
+                raise TraceError(
+                    "the model is not what it was when pipeline() traced it:\n  "
+                    + "\n  ".join(dict.fromkeys(self._changes()))
+                    + "\ncode that is split has read this, and a stage would go on as it was "
+                    "traced; change it back or call pipeline() again"
+                )
+
+    def _changes(self) -> Iterator[str]:
+        for entry in self._entries:
+            if not entry.is_same():
+                yield from self._told[id(entry)]()
+
+    def _add(self, entry: _Entry, told: Callable[[], list[str]]) -> None:
+        self._entries.append(entry)
+        self._told[id(entry)] = told
+
+    def _attributes(self, home: str, found: list[Read], owner: str) -> None:
+        names = tuple(read.name for read in found)
+        places = {read.name: read.place for read in found}
+        values = tuple(find(read.holder, read.name)[1] for read in found)
+        if len(names) == 1:
+            names, values = names * 2, values * 2
+        entry = _Attributes(
+            _held(found[0].holder), "" if home == "__dict__" else home, names, itemgetter(*names),
+            values,
+        )  # fmt: skip
+
+        def told() -> list[str]:
+            now = {name: find(entry.holder(), name)[1] for name in names}
+            return [
+                f"{owner + '.' if owner else ''}{name} was {old!r}, is {_text(now[name])}"
+                f"{_at(places[name])}"
+                for name, old in zip(names, values, strict=True)
+                if not (now[name] is old or (is_atom(now[name]) and now[name] == old))
+            ]
+
+        self._add(entry, told)
+
+    def _identity(self, read: Read, now: Any, text: str, shape: Any) -> None:
+        value = (lambda: now) if now is MISSING or is_atom(now) else _held(now)
+        entry = _Identity(_held(read.holder), read.home, read.name, value, shape)
+        was, place = _text(now), read.place
+
+        def told() -> list[str]:
+            is_now = _text(find(entry.holder(), entry.name)[1])
+            changed = is_now if is_now != was else f"another {is_now}"
+            return [f"{text} was {was}, is {changed}{_at(place)}"]
+
+        self._add(entry, told)
+
+    def _contents(self, value: Any, text: str, place: Place, depth: int = 0) -> None:
+        if type(value) not in (list, dict, set) or len(value) > _MOST or depth > 6:
+            return
+        inside = list(value.values()) if isinstance(value, dict) else list(value)
+        holds = any(isinstance(part, (nn.Module, torch.Tensor)) for part in inside)
+        entry = _Contents(value, _ids(value) if holds else value.copy())
+        self._add(entry, lambda: [f"the contents of {text} have changed{_at(place)}"])
+        for part in inside:
+            self._contents(part, text, place, depth + 1)
+
+    def _hooks(self, live: Any, name: str, kind: str) -> None:
+        entry = _Contents(live, tuple(live))
+        self._add(
+            entry,
+            lambda: [
+                f"{kind.strip('_').replace('_', ' ')} of {name or 'the model'} were "
+                f"{len(entry.copy)}, are {len(live)}: a module that is split calls no hooks "
+                "of its own"
+            ],
+        )
+
+    def _setting(self, name: str, args: tuple[Any, ...], value: Any, place: Place) -> None:
+        asked = getattr(torch, name)
+        entry = _Setting(lambda: asked(*args), value)
+        self._add(entry, lambda: [f"torch.{name}() was {value!r}, is {asked(*args)!r}{_at(place)}"])
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    """Return a way to a value; modules and tensors are held weakly."""
+    if isinstance(value, (nn.Module, torch.Tensor)):
+        return weakref.ref(value)
+    return lambda: value
+
+
+class _Ids(list[Any]):
+    """The keys of a container and the identities of what is in it."""
+
+
+def _ids(value: Any) -> _Ids:
+    if isinstance(value, dict):
+        return _Ids([*value, *map(id, value.values())])
+    return _Ids(map(id, value))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) < 60 else f"a {type(value).__name__}"
+
+
+def _at(place: Place) -> str:
+    return f"\n    read at {place}: {place.source}"

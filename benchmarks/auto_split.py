@@ -24,7 +24,8 @@ from fxpipe.graph.capture.capture import TracedGraph, capture
 from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.stage_numbers import numbers_of
-from fxpipe.planner.cost.workload import Training, Workload, workload_of
+from fxpipe.planner.cost.training import Training
+from fxpipe.planner.cost.workload import Workload, workload_of
 from fxpipe.planner.partition.partition import partition
 from fxpipe.planner.partition.work import Work
 from fxpipe.planner.search.auto_split import DEFAULT_HARDWARE, auto_split

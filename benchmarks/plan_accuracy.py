@@ -26,7 +26,7 @@ from torch import multiprocessing, nn
 import models
 from benchmarks.ports import free_port, join
 from fxpipe.planner.cost.measured import Measured, Profile
-from fxpipe.planner.cost.workload import Training
+from fxpipe.planner.cost.training import Training
 from fxpipe.planner.plan import Plan, plan
 from fxpipe.planner.search.profile import profile
 from fxpipe.planner.search.search import Pricing, Search

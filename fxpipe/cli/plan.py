@@ -40,7 +40,7 @@ plan_examples = examples(
 
 def complete_hardware(incomplete: str) -> list[str]:
     """Presets whose name starts so, for the shell's completion."""
-    from fxpipe.planner.cost.hardware import HARDWARE
+    from fxpipe.planner.cost.presets import HARDWARE
 
     return [name for name in HARDWARE if name.lower().startswith(incomplete.lower())]
 

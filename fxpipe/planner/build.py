@@ -23,6 +23,7 @@ from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.info import SavedSplit
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.checkpointing import apply_checkpointing
+from fxpipe.planner.cost.training import Training
 from fxpipe.planner.search.option import Option
 from fxpipe.runtime.wire.local_group import LocalGroup
 
@@ -73,16 +74,24 @@ def build(
 
     option = _chosen(plan, choice)
     candidate = option.candidate
+    if not candidate.is_buildable:
+        raise PlanError(
+            f"fxpipe builds pipelines with replicas, but this option is {candidate}; apply "
+            "tensor, context or expert parallelism and fully_shard to the stages yourself, or "
+            "plan with tensor_parallel=1, context_parallel=1, expert_parallel=1, sharding=0"
+        )
     where = _place(plan, option, group)
     pipe = _pipe(plan, option, given)
     stages, checkpointed = [], []
+    training = Training(checkpointing=candidate.checkpointing)
+    blocks = [name for i, name in enumerate(plan.blocks) if training.recomputes(i)]
+    names = blocks if plan.blocks != _whole(pipe) else [""]
     for index in (
         option.placement.stages_of(where.rank)
         if where.is_distributed
         else range(candidate.num_stages)
     ):
         stage = pipe.build_stage(index, torch.device(device), where.pipeline)
-        names = plan.blocks if plan.blocks != _whole(pipe) else ("",)
         checkpointed += apply_checkpointing(stage.submod, names, candidate.checkpointing)
         if where.data is not None and any(p.requires_grad for p in stage.submod.parameters()):
             stage.submod = nn.parallel.DistributedDataParallel(

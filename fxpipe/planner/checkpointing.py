@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.planner.cost.workload import Checkpointing
+from fxpipe.planner.cost.training import Checkpointing
 
 __all__ = ["apply_checkpointing", "remove_checkpointing"]
 

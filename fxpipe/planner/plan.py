@@ -8,8 +8,8 @@ In:  a model (on the meta device if it is large) or a `Pipe`, one example call, 
 Out: a `Plan`: options from the best on, each priced by simulating a step. It can be saved as
      JSON, drawn as a report, and built.
 
-Limits: the loss is priced only if the model computes it; collectives other than transfers and
-the reduction of gradients (tensor or sharded data parallelism) are not planned.
+Tensor, context and expert parallelism and sharded replicas are priced if they may be chosen; what
+the runtime builds is a pipeline, with replicas or without (`Candidate.is_buildable`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import nn
 from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
-from fxpipe.planner.cost.workload import CHECKPOINTS, Checkpointing, Training
+from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
 from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
 from fxpipe.planner.search.candidates import Space, candidates
 from fxpipe.planner.search.option import Option
@@ -56,9 +56,16 @@ def plan(
     schedules: Iterable[str] | None = None,
     microbatch_sizes: Iterable[int] | None = None,
     data_parallel: int | Iterable[int] | None = None,
-    stages_per_rank: Iterable[int] = (1, 2, 4),
+    stages_per_rank: Iterable[int] | None = None,
     checkpointing: Checkpointing | Iterable[Checkpointing] = CHECKPOINTS,
-    optimizer: str = "adamw",
+    tensor_parallel: int | Iterable[int] = 1,
+    context_parallel: int | Iterable[int] = 1,
+    expert_parallel: int | Iterable[int] = 1,
+    sharding: int | Iterable[int] = 0,
+    optimizer: str = "adamw-master",
+    kernels: Kernels = "eager",
+    float8: bool = False,
+    loss: bool | None = None,
     pin: Mapping[str, int] | None = None,
     together: Iterable[Iterable[str]] = (),
     sizes: Mapping[str, int] | None = None,
@@ -78,7 +85,12 @@ def plan(
         memory_limit: bytes a rank may hold; by default what the hardware has.
         schedules, microbatch_sizes, data_parallel, stages_per_rank, checkpointing: what may
             be chosen.
+        tensor_parallel, context_parallel, expert_parallel: sizes of these groups that may be
+            chosen; sharding: stages of ZeRO that may be.
         optimizer: for its state: none, sgd, momentum, adam, adamw or adamw-master.
+        kernels: "eager", "compiled" or "fused"; float8: products of blocks in 8 bits.
+        loss: price a cross entropy of the output; by default if the output is one tensor of
+            floats with at least three dimensions.
         pin, together: as in `auto_split`.
         sizes: sizes other than the batch to plan for, such as {"sequence": 8192}.
         profile: measured times, which replace the estimated ones where they exist.
@@ -94,19 +106,28 @@ def plan(
     space = Space(
         None if schedules is None else tuple(schedules),
         None if microbatch_sizes is None else tuple(microbatch_sizes),
-        (data_parallel,) if isinstance(data_parallel, int) else _maybe_tuple(data_parallel),
-        tuple(stages_per_rank),
+        None if data_parallel is None else _tuple(data_parallel),
+        None if stages_per_rank is None else tuple(stages_per_rank),
         (checkpointing,) if isinstance(checkpointing, str) else tuple(checkpointing),
+        _tuple(tensor_parallel),
+        _tuple(context_parallel),
+        _tuple(expert_parallel),
+        _tuple(sharding),
     )
     limit = where.memory if memory_limit is None else float(memory_limit)
-    most = num_ranks * max(space.stages_per_rank, default=1)
+    most = num_ranks * max(space.stages_per_rank or (4,))
     opened = None if profile is None else profile.opened
     subject = subject_of(model, example_args, example_kwargs, most, where, sizes, opened)
     pricing = Pricing(
         subject.costs,
         subject.sizes,
         where,
-        Training(optimizer),
+        Training(
+            optimizer,
+            kernels=kernels,
+            float8=float8,
+            has_loss=subject.makes_scores if loss is None else loss,
+        ),
         limit,
         subject.stage_of,
         dict(pin or {}),
@@ -119,6 +140,7 @@ def plan(
         subject.num_parts,
         subject.narrowed(space),
         fixed_stages=subject.num_stages,
+        num_blocks=len(subject.blocks),
     )
     options = Search(pricing).run(found, budget=effort, progress=progress)
     if not options or options[0].missing(limit) > 0:
@@ -297,5 +319,5 @@ def _check_counts(**counts: int) -> None:
         raise PlanError("; ".join(faults) + "; it must be a whole number from 1 up")
 
 
-def _maybe_tuple(values: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
+def _tuple(values: int | Iterable[int]) -> tuple[int, ...]:
+    return (values,) if isinstance(values, int) else tuple(values)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import pipeline
-from fxpipe.planner.cost.hardware import HARDWARE
+from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.plan import Plan, plan
 from fxpipe.program import validate
 from fxpipe.program.generators import SCHEDULES
@@ -46,7 +46,7 @@ def test_options_are_ranked_and_say_why_they_lost(found):
     assert all(row["why"] for row in rows)
     assert rows[0]["throughput"] == pytest.approx(8 / rows[0]["step_time"])
     parts = rows[0]["memory"][0]
-    names = ("weights", "gradients", "optimizer", "activations", "buffers")
+    names = ("weights", "gradients", "optimizer", "activations", "buffers", "system", "reserve")
     assert parts["total"] == pytest.approx(sum(parts[name] for name in names))
 
 

@@ -14,6 +14,7 @@ holds it once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +46,12 @@ class Parameter:
     numel: int
     itemsize: int
     is_trainable: bool
+    dims: int = 2
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to one of several experts, going by its name."""
+        return ".experts." in f".{self.name}"
 
     @property
     def num_bytes(self) -> int:
@@ -90,6 +97,7 @@ class GraphCosts:
     _seen: dict[tuple[tuple[str, int], ...], Mapping[str, Observation]] = field(
         default_factory=dict, repr=False
     )
+    _bytes: dict[object, float] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(traced: TracedGraph, example: Sizes, *, fused_attention: bool = True) -> GraphCosts:
@@ -139,7 +147,7 @@ class GraphCosts:
             self._seen[key] = {name: seen[node] for name, node in self.kinds.items()}
         return self._seen[key]
 
-    def flops(self, phase: Phase, sizes: Sizes) -> int:
+    def flops(self, phase: Phase, sizes: Sizes) -> float:
         """The FLOPs of a phase of the whole model."""
         return sum(seen.flops(phase) for seen in self.at(sizes).values())
 
@@ -178,11 +186,12 @@ class GraphCosts:
 
     def value_bytes(self, value: ValueId, sizes: Sizes) -> float:
         """The size of a tensor."""
-        spec = self.specs[value].bind(sizes)
-        count = 1
-        for size in spec.shape:
-            count *= int(size)
-        return count * spec.dtype.itemsize
+        spec = self.specs[value]
+        key = (spec, tuple(sizes.items()))
+        if key not in self._bytes:
+            shape = spec.bind(sizes).shape
+            self._bytes[key] = math.prod(int(size) for size in shape) * spec.dtype.itemsize
+        return self._bytes[key]
 
     @property
     def rough(self) -> tuple[str, ...]:
@@ -237,7 +246,9 @@ def _parameters(traced: TracedGraph) -> tuple[dict[str, Parameter], dict[int, st
     name_of: dict[int, str] = {}
     for name, tensor in traced.module.named_parameters():
         name_of[id(tensor)] = name
-        found[name] = Parameter(name, tensor.numel(), tensor.element_size(), tensor.requires_grad)
+        found[name] = Parameter(
+            name, tensor.numel(), tensor.element_size(), tensor.requires_grad, tensor.dim()
+        )
     return found, name_of
 
 

@@ -4,10 +4,11 @@ In:  a preset name ("H100"), a JSON or TOML text, or plain numbers.
 Out: a `Hardware`, which prices an operation (`time`) and a transfer (`link`).
 
 An operation takes the longer of its arithmetic and its memory traffic (the
-roofline), each at a share of the peak that its class usually reaches, plus a
-fixed overhead. Figures are per rank, in FLOP/s, bytes, bytes/s and seconds.
-Presets are peaks from data sheets: good for comparing splits and schedules; to
-predict a machine at hand, measure it (`fxpipe.planner.search.profile`).
+roofline), each at a share of the peak that its class reaches, plus a fixed
+overhead. Products of few FLOPs per byte reach less: half of the share at
+`half_intensity`. Figures are per rank, in FLOP/s, bytes, bytes/s and seconds.
+The presets are in `presets`; to predict a machine at hand, measure it
+(`fxpipe.planner.search.profile`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -25,8 +26,6 @@ from fxpipe.errors import PlanError
 from fxpipe.program import Link
 
 __all__ = [
-    "HARDWARE",
-    "LINKS",
     "OP_CLASSES",
     "Hardware",
     "OpClass",
@@ -53,6 +52,12 @@ class Hardware:
     the next wider one that is. Ranks `0 .. ranks_per_node - 1` share the first node, and so
     on: ranks of a node use `intra`, others `inter`. `overhead` is the time that any
     operation takes at least.
+
+    Collectives reach `intra_share` and `inter_share` of a link. `jitter` is the share of a
+    step that nothing here explains (launches, stragglers, the data loader). `context` is
+    what driver and libraries hold, `channels` what the buffers of one group of ranks take,
+    `reserve` the share of everything held that fragmentation wastes. `error` is the median
+    error of predicted steps on published rows that nothing was fitted to, 0 if unknown.
     """
 
     name: str
@@ -65,6 +70,15 @@ class Hardware:
     efficiency: Mapping[str, float] = field(default_factory=lambda: dict(_USUAL))
     overhead: float = 0.0
     overlaps_transfers: bool = True
+    half_intensity: float = 0.0
+    intra_share: float = 1.0
+    inter_share: float = 1.0
+    jitter: float = 0.0
+    context: float = 0.0
+    channels: float = 0.0
+    reserve: float = 0.0
+    fuses_attention: bool = True
+    error: float = 0.0
 
     def __post_init__(self) -> None:
         faults = [
@@ -77,8 +91,14 @@ class Hardware:
             )
             if not _is_number(value) or not value > 0
         ]
-        if not _is_number(self.overhead) or self.overhead < 0:
-            faults.append(f"overhead is {self.overhead!r}; it must be at least 0")
+        for name in ("overhead", "half_intensity", "jitter", "context", "channels", "reserve"):
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0:
+                faults.append(f"{name} is {value!r}; it must be at least 0")
+        for name in ("intra_share", "inter_share"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 < value <= 1:
+                faults.append(f"{name} is {value!r}; it is a share of the link")
         if not self.flops:
             faults.append("flops is empty; it needs at least one dtype, such as 'float32'")
         faults += [
@@ -109,6 +129,8 @@ class Hardware:
         compute = 0.0
         if flops and op_class != "memory":
             compute = flops / (self.peak(dtype) * self.efficiency[op_class])
+            if op_class == "matmul":
+                compute *= 1 + self.half_intensity * num_bytes / flops
         traffic = num_bytes / (self.memory_bandwidth * self.efficiency["memory"])
         return max(compute, traffic) + self.overhead
 
@@ -116,10 +138,6 @@ class Hardware:
         """The link between two ranks."""
         same = source_rank // self.ranks_per_node == target_rank // self.ranks_per_node
         return self.intra if same else self.inter
-
-    def with_tf32(self) -> Hardware:
-        """The same hardware with float32 products in TF32, where it has that."""
-        return replace(self, flops={**self.flops, "float32": self.peak("tf32")})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts; the inverse of `from_dict`."""
@@ -175,17 +193,6 @@ class Hardware:
             raise PlanError(f"the hardware description is not JSON: {error}") from error
         return Hardware.from_dict(_as_table(data))
 
-    def to_toml(self) -> str:
-        """A TOML text that `from_toml` reads."""
-        plain, tables = [], []
-        for key, value in self.to_dict().items():
-            if isinstance(value, dict):
-                rows = [f"{name} = {json.dumps(number)}" for name, number in value.items()]
-                tables.append("\n".join((f"[{key}]", *rows)))
-            else:
-                plain.append(f"{key} = {json.dumps(value)}")
-        return "\n".join(plain) + "\n\n" + "\n\n".join(tables) + "\n"
-
     @staticmethod
     def from_toml(text: str) -> Hardware:
         """Read a TOML text; see `from_dict`."""
@@ -210,6 +217,8 @@ def get_hardware(name: str | Hardware) -> Hardware:
     Raises:
         PlanError: no preset has that name; the closest ones are listed.
     """
+    from fxpipe.planner.cost.presets import HARDWARE
+
     if isinstance(name, Hardware):
         return name
     return _find("hardware preset", name, HARDWARE)
@@ -221,6 +230,8 @@ def get_link(name: str) -> Link:
     Raises:
         PlanError: no preset has that name; the closest ones are listed.
     """
+    from fxpipe.planner.cost.presets import LINKS
+
     return _find("link preset", name, LINKS)
 
 
@@ -299,94 +310,9 @@ def _read_link(value: object) -> Link:
             return Link(float(latency), float(bandwidth))
     raise PlanError(
         "a link is a preset name or a table with latency (seconds) and bandwidth (bytes per "
-        f"second), got {value!r}; presets: {', '.join(LINKS)}"
+        f"second), got {value!r}"
     )
 
 
 def _link_text(link: Link) -> str:
     return f"{link.bytes_per_time / 1e9:.4g} GB/s"
-
-
-# One direction, of one device. Bandwidths are the vendors' figures (half of what they quote
-# for both directions together); latencies are the usual order of magnitude of a message.
-LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        "NVLink": Link(3e-6, 450e9),
-        "NVLink3": Link(3e-6, 300e9),  # A100: 600 GB/s in both directions
-        "NVLink4": Link(3e-6, 450e9),  # H100, H200: 900 GB/s in both directions
-        "NVLink5": Link(3e-6, 900e9),  # B200: 1.8 TB/s in both directions
-        "InfinityFabric": Link(4e-6, 64e9),  # MI300X: 128 GB/s per pair, both directions
-        "PCIe": Link(6e-6, 31.5e9),
-        "PCIe4": Link(6e-6, 31.5e9),  # 16 lanes of 16 GT/s
-        "PCIe5": Link(6e-6, 63e9),  # 16 lanes of 32 GT/s
-        "InfiniBand": Link(6e-6, 50e9),
-        "InfiniBandHDR": Link(6e-6, 25e9),  # 200 Gbit/s
-        "InfiniBandNDR": Link(6e-6, 50e9),  # 400 Gbit/s
-        "InfiniBandXDR": Link(6e-6, 100e9),  # 800 Gbit/s
-        "Ethernet": Link(30e-6, 12.5e9),
-        "Ethernet10": Link(50e-6, 1.25e9),
-        "Ethernet25": Link(40e-6, 3.125e9),
-        "Ethernet100": Link(30e-6, 12.5e9),
-        "Ethernet400": Link(20e-6, 50e9),
-        "Loopback": Link(100e-6, 2e9),  # two processes of one machine over TCP
-    }
-)
-
-
-def _gpu(
-    name: str,
-    *,
-    float64: float,
-    float32: float,
-    tf32: float,
-    half: float,
-    float8: float | None,
-    bandwidth: float,
-    memory: float,
-    intra: str,
-    inter: str,
-) -> Hardware:
-    """A device in units of a data sheet: TFLOP/s, TB/s, GB."""
-    rates = {"float64": float64, "float32": float32, "tf32": tf32, "float16": half}
-    rates["bfloat16"] = half
-    if float8 is not None:
-        rates["float8"] = float8
-    return Hardware(
-        name,
-        {key: value * 1e12 for key, value in rates.items()},
-        bandwidth * 1e12,
-        memory * 1e9,
-        LINKS[intra],
-        LINKS[inter],
-        overhead=4e-6,
-    )
-
-
-# Dense rates (no structured sparsity) of the vendors' data sheets, tensor or matrix cores
-# for everything below float32, plain units for float32 and float64.
-HARDWARE: Mapping[str, Hardware] = MappingProxyType(
-    {
-        # NVIDIA A100 80GB SXM data sheet
-        "A100": _gpu("A100", float64=9.7, float32=19.5, tf32=156, half=312, float8=None,
-                     bandwidth=2.039, memory=80, intra="NVLink3", inter="InfiniBandHDR"),
-        # NVIDIA H100 SXM data sheet (its tensor figures are with sparsity: halved here)
-        "H100": _gpu("H100", float64=34, float32=67, tf32=494.5, half=989.5, float8=1979,
-                     bandwidth=3.35, memory=80, intra="NVLink4", inter="InfiniBandNDR"),
-        # NVIDIA H200 SXM data sheet: the same arithmetic, more memory
-        "H200": _gpu("H200", float64=34, float32=67, tf32=494.5, half=989.5, float8=1979,
-                     bandwidth=4.8, memory=141, intra="NVLink4", inter="InfiniBandNDR"),
-        # NVIDIA HGX B200 data sheet, an eighth of the board
-        "B200": _gpu("B200", float64=37, float32=75, tf32=1125, half=2250, float8=4500,
-                     bandwidth=7.7, memory=180, intra="NVLink5", inter="InfiniBandNDR"),
-        # AMD Instinct MI300X data sheet
-        "MI300X": _gpu("MI300X", float64=81.7, float32=163.4, tf32=653.7, half=1307.4,
-                       float8=2614.9, bandwidth=5.3, memory=192, intra="InfinityFabric",
-                       inter="InfiniBandNDR"),
-        # One core with 256-bit vectors at 3 GHz: two multiply-adds of eight floats a cycle;
-        # its share of a memory channel. bfloat16 and float16 are computed in float32.
-        "CPU-core": Hardware(
-            "CPU-core", {"float64": 48e9, "float32": 96e9}, 10e9, 4e9,
-            LINKS["Loopback"], LINKS["Ethernet10"], overhead=5e-6, overlaps_transfers=False,
-        ),
-    }
-)  # fmt: skip

@@ -20,7 +20,8 @@ import torch
 from fxpipe.errors import PlanError
 from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
-from fxpipe.planner.cost.workload import Checkpointing, NodeLoad, Workload
+from fxpipe.planner.cost.training import Checkpointing
+from fxpipe.planner.cost.workload import NodeLoad, Workload
 from fxpipe.planner.partition.work import Item, Work
 from fxpipe.program import Link
 

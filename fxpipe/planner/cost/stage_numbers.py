@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
-from fxpipe.planner.cost.workload import Workload, is_model_input, state_bytes
+from fxpipe.planner.cost.workload import Workload, is_model_input
 
 __all__ = ["EdgeBytes", "StageNumbers", "numbers_of"]
 
@@ -30,7 +30,10 @@ class StageNumbers:
 
     `kept` is made by the stage and held from forward to backward, `kept_received` is held
     as well and was sent by another stage. Peaks are beyond all that is held when an
-    action starts. `gradients` are buffers that live from the first backward on.
+    action starts. `gradients` are buffers that live from the first backward on; `reduced` and
+    `gathered` are what gradients and weights come to in collectives of the replicas,
+    `unsharded` what sharding holds whole at a time. `exposed` is the part of the times in
+    which collectives are waited for.
     """
 
     forward: float = 0.0
@@ -45,6 +48,10 @@ class StageNumbers:
     forward_peak: float = 0.0
     backward_peak: float = 0.0
     weight_peak: float = 0.0
+    reduced: float = 0.0
+    gathered: float = 0.0
+    unsharded: float = 0.0
+    exposed: float = 0.0
 
     @property
     def time(self) -> float:
@@ -88,23 +95,37 @@ class _Play:
     def numbers(self) -> StageNumbers:
         loads = [self.loads[node.name] for node in self.nodes]
         names = dict.fromkeys(name for node in self.nodes for name in node.parameters)
-        state = [state_bytes(self.costs, name, self.load.training) for name in names]
+        state = [self.load.states[name] for name in names]
         inside = math.fsum(load.inside for load in loads)
         own = (self.held | self.sent) & self.own
         return StageNumbers(
             math.fsum(load.forward for load in loads),
             math.fsum(load.backward_input for load in loads),
             math.fsum(load.backward_weight for load in loads),
-            math.fsum(weights for weights, _, _ in state),
-            math.fsum(gradients for _, gradients, _ in state),
-            math.fsum(optimizer for _, _, optimizer in state),
+            math.fsum(one.weights for one in state),
+            math.fsum(one.gradients for one in state),
+            math.fsum(one.optimizer for one in state),
             inside + self._bytes(own),
             self._bytes(self.held - self.own),
             math.fsum(load.deferred for load in loads),
             self._forward_peak(),
             self._backward_peak(),
-            max((gradients for _, gradients, _ in state), default=0.0),
+            max((one.gradients for one in state), default=0.0),
+            math.fsum(one.reduced for one in state),
+            math.fsum(one.gathered for one in state),
+            self._gathered(),
+            math.fsum(load.exposed for load in loads),
         )
+
+    def _gathered(self) -> float:
+        """Whole weights of two nodes, and gradients of one, that sharding holds at a time."""
+        layout, states = self.load.layout, self.load.states
+        if layout.sharding < 2 or layout.context * layout.data == 1:
+            return 0.0
+        whole = sorted(math.fsum(states[p].gathered for p in n.parameters) for n in self.nodes)
+        reduced = [math.fsum(states[p].reduced for p in n.parameters) for n in self.nodes]
+        held = math.fsum(whole[-2:]) if layout.sharding == 3 else 0.0
+        return held + max(reduced, default=0.0)
 
     def _bytes(self, values: set[ValueId]) -> float:
         found = (value for value in values if not is_model_input(self.costs, value))
@@ -178,7 +199,7 @@ def _edge_bytes(
 ) -> dict[tuple[int, int], tuple[float, float]]:
     found: dict[tuple[int, int], tuple[float, float]] = {}
     for value, stages in readers.items():
-        source, size = stage_of[value[0]], load.value_bytes(value)
+        source, size = stage_of[value[0]], load.sent_bytes(value)
         grows = value[0] in load.costs.grows and load.costs.specs[value].requires_grad
         for target in stages - {source}:
             there, back = found.get((source, target), (0.0, 0.0))

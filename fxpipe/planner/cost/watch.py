@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -39,14 +39,34 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation that ran."""
+    """One operation that ran, or a collective of a `group` of ranks.
+
+    `num_bytes` are read and written, `state_bytes` of them are parameters or their
+    gradients, `key_bytes` keys and values of attention, `routed_bytes` what a stack of
+    experts reads besides its weights. `makes_gradient` marks the product that makes the
+    gradient of a weight.
+    """
 
     name: str
     op_class: OpClass
     dtype: str
-    flops: int
-    num_bytes: int
-    made_bytes: int
+    flops: float
+    num_bytes: float
+    made_bytes: float
+    state_bytes: float = 0
+    key_bytes: float = 0
+    routed_bytes: float = 0
+    makes_gradient: bool = False
+    group: str = ""
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes that do not follow the number of rows."""
+        return self.state_bytes + (self.made_bytes if self.makes_gradient else 0)
+
+    @property
+    def is_lookup(self) -> bool:
+        return "embedding" in self.name
 
 
 @dataclass(frozen=True)
@@ -63,20 +83,20 @@ class Observation:
     forward: tuple[Op, ...]
     backward_input: tuple[Op, ...] = ()
     backward_weight: tuple[Op, ...] = ()
-    kept_inside: int = 0
+    kept_inside: float = 0
     keeps_input: tuple[bool, ...] = ()
     keeps_output: tuple[bool, ...] = ()
     alias: tuple[int | None, ...] = ()
-    forward_peak: int = 0
-    backward_peak: int = 0
-    deferred: int = 0
+    forward_peak: float = 0
+    backward_peak: float = 0
+    deferred: float = 0
     is_rough: bool = False
 
     def ops(self, phase: Phase) -> tuple[Op, ...]:
         found: tuple[Op, ...] = getattr(self, phase)
         return found
 
-    def flops(self, phase: Phase) -> int:
+    def flops(self, phase: Phase) -> float:
         return sum(op.flops for op in self.ops(phase))
 
 
@@ -184,7 +204,7 @@ def _run_backward(
         elif edges and op.op_class == "memory" and op.name not in _PUT_OFF:
             input_ops.append(op)
         else:
-            weight_ops.append(op)
+            weight_ops.append(replace(op, makes_gradient=op.op_class != "memory"))
             if op.op_class != "memory" or op.name in _LOOKUPS:
                 operands |= storages
     return _Halves(tuple(input_ops), tuple(weight_ops), whole.peak, sum(operands.values()))
@@ -297,7 +317,22 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = next((t.dtype for t in (*read, *made) if t.is_floating_point()), torch.int64)
             name = str(packet)
             op_class = _class_of(name) if formula is not None else "memory"
-            self._ops.append(Op(name, op_class, _dtype_name(dtype), flops, moved, made_bytes))
+            state = [t for t in (*read, *made) if _key(t) in self._state]
+            state_bytes = sum(t.numel() * t.element_size() for t in state)
+            keys = args[1:3] if op_class == "attention" and "backward" not in name else ()
+            self._ops.append(
+                Op(
+                    name,
+                    op_class,
+                    _dtype_name(dtype),
+                    flops,
+                    moved,
+                    made_bytes,
+                    state_bytes,
+                    sum(t.numel() * t.element_size() for t in keys),
+                    _routed(op_class, read, state),
+                )
+            )
             shapes = tuple((tuple(t.shape), _key(t) in self._state) for t in read)
             self._signatures.append((name, flops, shapes))
             self._operands.append(
@@ -349,6 +384,14 @@ def _key(tensor: torch.Tensor) -> int:
     return key
 
 
+def _routed(op_class: OpClass, read: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> int:
+    """What a product with a stack of experts, a weight of three dimensions, reads besides it."""
+    if op_class != "matmul" or not any(tensor.dim() == 3 for tensor in state):
+        return 0
+    keys = {_key(tensor) for tensor in state}
+    return sum(t.numel() * t.element_size() for t in read if _key(t) not in keys)
+
+
 def _changes_input(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
@@ -365,14 +408,20 @@ def _class_of(name: str) -> OpClass:
     return "convolution" if "conv" in name else "matmul"
 
 
-def _cpu_attention(query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+def _cpu_attention(
+    query: Any, key: Any, value: Any, dropout: Any = 0.0, causal: Any = False, **kwargs: Any
+) -> int:
     batch, heads, length, width = query.shape
-    return 4 * int(batch * heads * length * key.shape[-2] * width)
+    # A causal kernel leaves out what nobody sees: half of it.
+    return 4 * int(batch * heads * length * key.shape[-2] * width) // (2 if causal else 1)
 
 
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> int:
+def _cpu_attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout: Any, causal: Any,
+    *args: Any, **kwargs: Any,
+) -> int:  # fmt: skip
     batch, heads, length, width = query.shape
-    return 10 * int(batch * heads * length * key.shape[-2] * width)
+    return 10 * int(batch * heads * length * key.shape[-2] * width) // (2 if causal else 1)
 
 
 # torch's counter leaves out the fused attention of the CPU; it is counted like that of a GPU.

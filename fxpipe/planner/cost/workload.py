@@ -1,6 +1,7 @@
 """Turn the costs of a graph into work to divide: items, flows and what is shared.
 
-In:  `GraphCosts`, sizes, hardware, and how the model will be trained (`Training`).
+In:  `GraphCosts`, sizes, hardware, how the model will be trained (`Training`), and how ranks
+     share a stage (`Layout`).
 Out: a `Workload`: `Work` for `partition`, and which nodes each item stands for.
 
 Items are the nodes that weigh something. All others (shapes, masks, additions) go with an item
@@ -13,51 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from fxpipe.errors import PlanError
+from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.node_runs import Sizes
-from fxpipe.planner.cost.watch import Observation, Phase
+from fxpipe.planner.cost.parallel import Layout, communication, op_time, share_of
+from fxpipe.planner.cost.training import State, Training, as_run, state_of, with_loss
+from fxpipe.planner.cost.watch import PHASES, Observation, Phase
 from fxpipe.planner.partition.work import Flow, Item, Shared, Work
 
-__all__ = ["CHECKPOINTS", "OPTIMIZERS", "Checkpointing", "Training", "Workload", "workload_of"]
-
-Checkpointing = Literal["none", "selective", "full"]
-CHECKPOINTS: tuple[Checkpointing, ...] = ("none", "selective", "full")
-
-OPTIMIZERS: Mapping[str, tuple[float, float]] = {
-    "none": (0.0, 0.0),
-    "sgd": (0.0, 0.0),
-    "momentum": (1.0, 0.0),
-    "adam": (2.0, 0.0),
-    "adamw": (2.0, 0.0),
-    "adamw-master": (0.0, 12.0),
-}
-"""Bytes of optimizer state: per byte of a trainable parameter, and per element besides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """How the model will be trained.
-
-    Checkpointing applies to blocks (modules with parts): "full" keeps a block's inputs
-    and runs its forward again, "selective" also keeps the results of products and
-    repeats only the rest.
-    """
-
-    optimizer: str = "adamw"
-    checkpointing: Checkpointing = "none"
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise PlanError(f"unknown optimizer {self.optimizer!r}; known: {', '.join(OPTIMIZERS)}")
-        if self.checkpointing not in CHECKPOINTS:
-            raise PlanError(
-                f"unknown checkpointing {self.checkpointing!r}; known: {', '.join(CHECKPOINTS)}"
-            )
+__all__ = ["NodeLoad", "Workload", "workload_of"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +34,8 @@ class NodeLoad:
 
     `keeps` are the storages held for the backward besides `inside`; `repeated` is the part
     of `backward_input` in which checkpointing computes the forward again, and `whole` what
-    the node holds inside once it did. Peaks are as in `Observation`.
+    the node holds inside once it did. Peaks are as in `Observation`. `exposed` is the part of
+    the times in which the node waits for collectives.
     """
 
     forward: float
@@ -79,6 +48,7 @@ class NodeLoad:
     whole: float = 0.0
     forward_peak: float = 0.0
     backward_peak: float = 0.0
+    exposed: float = 0.0
 
     @property
     def time(self) -> float:
@@ -95,72 +65,159 @@ class Workload:
     costs: GraphCosts
     sizes: Sizes
     training: Training
+    layout: Layout
     work: Work
     nodes: tuple[tuple[str, ...], ...]
     loads: Mapping[str, NodeLoad]
+    states: Mapping[str, State]
 
     def item_of(self) -> dict[str, int]:
         return {name: item for item, names in enumerate(self.nodes) for name in names}
 
     def value_bytes(self, value: ValueId) -> float:
-        return self.costs.value_bytes(value, self.sizes)
+        """What a rank holds of a tensor."""
+        return self.costs.value_bytes(value, self.sizes) * self.layout.held_share
+
+    def sent_bytes(self, value: ValueId) -> float:
+        """What a rank sends of a tensor to another stage."""
+        return self.costs.value_bytes(value, self.sizes) * self.layout.sent_share
 
 
 def workload_of(
-    costs: GraphCosts, sizes: Sizes, hardware: Hardware, training: Training | None = None
+    costs: GraphCosts,
+    sizes: Sizes,
+    hardware: Hardware,
+    training: Training | None = None,
+    layout: Layout | None = None,
 ) -> Workload:
     """Price every node at given sizes on given hardware, and group them into items."""
-    training = training or Training()
-    seen = costs.at(sizes)
-    # Equal blocks share one observation, which needs to be priced once.
-    prices = {id(found): _Price.of(found, hardware) for found in seen.values()}
+    training, layout = training or Training(), layout or Layout()
+    states = {name: state_of(p, training, layout) for name, p in costs.parameters.items()}
+    prices = _Prices(costs, sizes, hardware, training, layout, states)
+    blocks = [n.name for n in costs.nodes if n.is_block and n.parameters]
+    number = {name: index for index, name in enumerate(blocks)}
     loads = {
-        node.name: _load(costs, node, seen[node.name], prices[id(seen[node.name])], training)
+        node.name: _load(costs, node, *prices.of(node), training, number.get(node.name, 0))
         for node in costs.nodes
     }
     groups = _group(costs, sizes, loads)
     item_of = {name: item for item, names in enumerate(groups) for name in names}
     by_name = {node.name: node for node in costs.nodes}
-    items = [_item(names, loads, by_name) for names in groups]
-    shared = [*_state(costs, item_of, training), *_kept(costs, sizes, item_of, loads)]
-    return Workload(
+    made = Workload(
         costs,
         sizes,
         training,
-        Work(tuple(items), _flows(costs, sizes, item_of), tuple(shared)),
+        layout,
+        Work(()),
         tuple(tuple(names) for names in groups),
         loads,
+        states,
     )
+    items = tuple(_item(names, loads, by_name) for names in groups)
+    shared = (*_state(made, item_of), *_kept(made, item_of))
+    return replace(made, work=Work(items, _flows(made, item_of), shared))
 
 
 @dataclass(frozen=True, slots=True)
 class _Price:
-    """Seconds of each phase, and of the part of the forward that is not products."""
+    """Seconds of each phase, of the part of the forward that is not products, of waiting."""
 
     forward: float
     backward_input: float
     backward_weight: float
     cheap: float
+    exposed: float
 
-    @staticmethod
-    def of(seen: Observation, hardware: Hardware) -> _Price:
-        def time(phase: Phase, *, all_classes: bool = True) -> float:
-            return math.fsum(
-                hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
-                for op in seen.ops(phase)
-                if all_classes or op.op_class == "memory"
-            )
 
-        return _Price(
-            time("forward"),
-            time("backward_input"),
-            time("backward_weight"),
-            time("forward", all_classes=False),
+class _Prices:
+    """Prices nodes; equal ones share an observation, which is priced once."""
+
+    def __init__(
+        self,
+        costs: GraphCosts,
+        sizes: Sizes,
+        hardware: Hardware,
+        training: Training,
+        layout: Layout,
+        states: Mapping[str, State],
+    ) -> None:
+        self.costs, self.sizes, self.hardware = costs, sizes, hardware
+        self.training, self.layout, self.states = training, layout, states
+        self.seen = costs.at(sizes)
+        self.results = {value[0] for value in costs.result}
+        self._known: dict[object, tuple[Observation, _Price]] = {}
+
+    def of(self, node: NodeInfo) -> tuple[Observation, _Price]:
+        is_last = self.training.has_loss and node.name in self.results
+        key = (id(self.seen[node.name]), is_last, node.is_block)
+        if key not in self._known:
+            seen = self._transformed(node, is_last)
+            self._known[key] = (seen, self._price(node, seen))
+        return self._known[key]
+
+    def _transformed(self, node: NodeInfo, is_last: bool) -> Observation:
+        seen = as_run(self.seen[node.name], self.training, is_block=node.is_block)
+        floats = [(i, spec) for i, spec in enumerate(node.outputs) if spec.dtype.is_floating_point]
+        stream = self.costs.value_bytes((node.name, floats[0][0]), self.sizes) if floats else 0.0
+        source = max(
+            (
+                self.costs.value_bytes(value, self.sizes)
+                for value in node.inputs
+                if self.costs.specs[value].dtype.is_floating_point
+            ),
+            default=0.0,
         )
+        if is_last and floats:
+            size = floats[0][1].dtype.itemsize
+            seen = with_loss(seen, stream / size, size)
+        return share_of(seen, self.layout, stream, source)
+
+    def _price(self, node: NodeInfo, seen: Observation) -> _Price:
+        machine, layout = self.hardware, self.layout
+        times = {
+            phase: math.fsum(op_time(op, machine, layout) for op in seen.ops(phase) if not op.group)
+            for phase in PHASES
+        }
+        waits = {phase: communication(seen.ops(phase), machine, layout) for phase in PHASES}
+        cheap = math.fsum(
+            op_time(op, machine, layout)
+            for op in seen.forward
+            if op.op_class == "memory" and not op.group
+        )
+        whole = {phase: times[phase] + waits[phase] for phase in PHASES}
+        if layout.sharding >= 2 and layout.context * layout.data > 1:
+            whole = self._hidden(node, whole)
+        exposed = math.fsum(whole.values()) - math.fsum(times.values())
+        return _Price(
+            whole["forward"], whole["backward_input"], whole["backward_weight"], cheap, exposed
+        )
+
+    def _hidden(self, node: NodeInfo, times: Mapping[Phase, float]) -> dict[Phase, float]:
+        """Times with gathers of weights and scatters of gradients beside them."""
+        gather, scatter = 0.0, 0.0
+        for name in node.parameters:
+            state = self.states[name]
+            group = "experts" if self.costs.parameters[name].is_expert else "replicas"
+            ranks = self.layout.group(group)
+            scatter += collective_time("reduce_scatter", state.reduced, ranks, self.hardware)
+            if self.layout.sharding == 3:
+                gather += collective_time("all_gather", state.gathered, ranks, self.hardware)
+        backward = times["backward_input"] + times["backward_weight"]
+        more = max(gather + scatter - backward, 0.0) if backward else 0.0
+        return {
+            "forward": max(times["forward"], gather),
+            "backward_input": times["backward_input"] + more,
+            "backward_weight": times["backward_weight"],
+        }
 
 
 def _load(
-    costs: GraphCosts, node: NodeInfo, seen: Observation, price: _Price, training: Training
+    costs: GraphCosts,
+    node: NodeInfo,
+    seen: Observation,
+    price: _Price,
+    training: Training,
+    number: int,
 ) -> NodeLoad:
     inside, repeated = float(seen.kept_inside), 0.0
     inputs = [costs.root(value) for value in node.inputs]
@@ -168,9 +225,9 @@ def _load(
     outputs = [costs.root((node.name, place)) for place in range(len(node.outputs))]
     keeps += [value for value, keep in zip(outputs, seen.keeps_output, strict=False) if keep]
     has_backward = price.backward_input or price.backward_weight
-    if node.is_block and has_backward and training.checkpointing != "none":
+    if node.is_block and has_backward and training.recomputes(number):
         keeps = inputs
-        is_full = training.checkpointing == "full"
+        is_full = training.checkpointing != "selective"
         products = sum(op.made_bytes for op in seen.forward if op.op_class != "memory")
         inside = 0.0 if is_full else min(inside, products)
         repeated = price.forward if is_full else price.cheap
@@ -186,22 +243,13 @@ def _load(
         seen.kept_inside,
         seen.forward_peak,
         seen.backward_peak,
+        price.exposed,
     )
 
 
 def is_model_input(costs: GraphCosts, value: ValueId) -> bool:
     """Whether a value is given by the user rather than made by a node."""
     return value[0] not in costs.makers
-
-
-def state_bytes(costs: GraphCosts, name: str, training: Training) -> tuple[float, float, float]:
-    """Bytes of a parameter's weight, gradient and optimizer state."""
-    parameter = costs.parameters[name]
-    if not parameter.is_trainable:
-        return float(parameter.num_bytes), 0.0, 0.0
-    per_byte, per_element = OPTIMIZERS[training.optimizer]
-    optimizer = per_byte * parameter.num_bytes + per_element * parameter.numel
-    return float(parameter.num_bytes), float(parameter.num_bytes), optimizer
 
 
 def _item(names: list[str], loads: Mapping[str, NodeLoad], by_name: Mapping[str, NodeInfo]) -> Item:
@@ -256,7 +304,8 @@ def _group(costs: GraphCosts, sizes: Sizes, loads: Mapping[str, NodeLoad]) -> li
     return groups
 
 
-def _flows(costs: GraphCosts, sizes: Sizes, item_of: Mapping[str, int]) -> tuple[Flow, ...]:
+def _flows(load: Workload, item_of: Mapping[str, int]) -> tuple[Flow, ...]:
+    costs = load.costs
     readers: dict[ValueId, set[int]] = {}
     last = max(item_of.values(), default=0)
     for node in costs.nodes:
@@ -271,10 +320,10 @@ def _flows(costs: GraphCosts, sizes: Sizes, item_of: Mapping[str, int]) -> tuple
             continue
         others = tuple(sorted(target for target in targets if target != source))
         if others:
-            size = costs.value_bytes(value, sizes)
+            size = load.sent_bytes(value)
             grows = value[0] in costs.grows and costs.specs[value].requires_grad
             flows.append(Flow(source, others, size, size if grows else 0.0))
-    # What stays together in the order of data without a tensor that travels.
+    # An order that no tensor shows: a number or a structure goes from one item to another.
     order = {
         (item_of[source], item_of[node.name])
         for node in costs.nodes
@@ -286,26 +335,24 @@ def _flows(costs: GraphCosts, sizes: Sizes, item_of: Mapping[str, int]) -> tuple
     return tuple(flows)
 
 
-def _state(costs: GraphCosts, item_of: Mapping[str, int], training: Training) -> list[Shared]:
+def _state(load: Workload, item_of: Mapping[str, int]) -> list[Shared]:
     holders: dict[str, set[int]] = {}
-    for node in costs.nodes:
+    for node in load.costs.nodes:
         for name in node.parameters:
             holders.setdefault(name, set()).add(item_of[node.name])
     groups: dict[tuple[int, ...], float] = {}
     for name, items in holders.items():
         key = tuple(sorted(items))
-        groups[key] = groups.get(key, 0.0) + math.fsum(state_bytes(costs, name, training))
+        groups[key] = groups.get(key, 0.0) + load.states[name].held
     return [Shared(items, state=size) for items, size in groups.items()]
 
 
-def _kept(
-    costs: GraphCosts, sizes: Sizes, item_of: Mapping[str, int], loads: Mapping[str, NodeLoad]
-) -> list[Shared]:
+def _kept(load: Workload, item_of: Mapping[str, int]) -> list[Shared]:
     holders: dict[ValueId, set[int]] = {}
-    for name, load in loads.items():
-        for value in load.keeps:
+    for name, node in load.loads.items():
+        for value in node.keeps:
             holders.setdefault(value, set()).add(item_of[name])
     return [
-        Shared(tuple(sorted(items)), residual=costs.value_bytes(value, sizes))
+        Shared(tuple(sorted(items)), residual=load.value_bytes(value))
         for value, items in holders.items()
     ]

@@ -17,8 +17,10 @@ from fxpipe.errors import PlanError, SplitError
 from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.planner.cost.graph_costs import GraphCosts
-from fxpipe.planner.cost.hardware import HARDWARE, Hardware, load_hardware
-from fxpipe.planner.cost.workload import Training, Workload, workload_of
+from fxpipe.planner.cost.hardware import Hardware, load_hardware
+from fxpipe.planner.cost.presets import HARDWARE
+from fxpipe.planner.cost.training import Training
+from fxpipe.planner.cost.workload import Workload, workload_of
 from fxpipe.planner.partition.partition import Partition, partition
 from fxpipe.planner.partition.work import Limits
 from fxpipe.program import Placement
@@ -101,9 +103,7 @@ class AutoSplit:
     def __call__(self, traced: TracedGraph) -> Assignment:
         """Assign the nodes of a graph to stages."""
         sizes = {**traced.hints, **(self.sizes or {})}
-        # Only accelerators drop out inside their attention kernel, and only they overlap.
-        fused = self.hardware.overlaps_transfers
-        costs = GraphCosts.of(traced, sizes, fused_attention=fused)
+        costs = GraphCosts.of(traced, sizes, fused_attention=self.hardware.fuses_attention)
         load = workload_of(costs, sizes, self.hardware, self.training)
         if len(load.work.items) < self.num_stages:
             raise SplitError(

@@ -8,13 +8,15 @@ ranks without simulating them. The guess decides what is looked at first, never 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.planner.cost.workload import CHECKPOINTS, Checkpointing
+from fxpipe.planner.cost.parallel import Layout
+from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Training
 from fxpipe.planner.partition.work import in_flight
 from fxpipe.program import Link, StageCosts, simulate
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
@@ -33,23 +35,59 @@ class Candidate:
     num_microbatches: int
     schedule: str
     checkpointing: Checkpointing
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    sharding: int = 0
 
     @property
     def num_stages(self) -> int:
         return self.pipeline * self.stages_per_rank
 
     @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.layout.num_ranks
+
+    @property
     def info(self) -> ScheduleInfo:
         return SCHEDULES[self.schedule]
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            self.tensor_parallel,
+            self.context_parallel,
+            self.expert_parallel,
+            self.data_parallel,
+            self.sharding,
+        )
+
+    @property
+    def is_buildable(self) -> bool:
+        """Whether the runtime can run it: a pipeline, with replicas or without."""
+        inside = self.tensor_parallel * self.context_parallel * self.expert_parallel
+        return inside == 1 and self.sharding == 0
+
     def __str__(self) -> str:
+        ranks = _count(self.pipeline, "rank", "ranks")
+        sharing = [
+            f"{name} {count}"
+            for name, count in (
+                ("tensor", self.tensor_parallel),
+                ("context", self.context_parallel),
+                ("expert", self.expert_parallel),
+            )
+            if count > 1
+        ]
+        inside = f" of {' x '.join(sharing)}" if sharing else ""
         replicas = f"{self.data_parallel} x " if self.data_parallel > 1 else ""
         stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
         kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
-        ranks = _count(self.pipeline, "rank", "ranks")
+        zero = f", ZeRO {self.sharding}" if self.sharding else ""
         parts = _count(self.num_microbatches, "microbatch", "microbatches")
         return (
-            f"{self.schedule} on {replicas}{ranks}{stages}, {parts} of {self.microbatch_size}{kept}"
+            f"{self.schedule} on {replicas}{ranks}{inside}{stages}, {parts} of "
+            f"{self.microbatch_size}{kept}{zero}"
         )
 
 
@@ -64,8 +102,12 @@ class Space:
     schedules: tuple[str, ...] | None = None
     microbatch_sizes: tuple[int, ...] | None = None
     data_parallel: tuple[int, ...] | None = None
-    stages_per_rank: tuple[int, ...] = (1, 2, 4)
+    stages_per_rank: tuple[int, ...] | None = None
     checkpointing: tuple[Checkpointing, ...] = CHECKPOINTS
+    tensor_parallel: tuple[int, ...] = (1,)
+    context_parallel: tuple[int, ...] = (1,)
+    expert_parallel: tuple[int, ...] = (1,)
+    sharding: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         if self.schedules is not None:
@@ -76,71 +118,109 @@ class Space:
             object.__setattr__(self, "schedules", names)
         faults = [
             f"{name} is {list(values)}"
-            for name, values in (
-                ("stages_per_rank", self.stages_per_rank),
-                ("microbatch_sizes", self.microbatch_sizes),
-                ("data_parallel", self.data_parallel),
+            for name in (
+                "stages_per_rank",
+                "microbatch_sizes",
+                "data_parallel",
+                "tensor_parallel",
+                "context_parallel",
+                "expert_parallel",
             )
-            if values is not None and (not values or min(values) < 1)
+            if (values := getattr(self, name)) is not None and (not values or min(values) < 1)
         ]
         if faults:
             raise PlanError(f"{'; '.join(faults)}; give whole numbers from 1 up")
-        unknown = [mode for mode in self.checkpointing if mode not in CHECKPOINTS]
-        if unknown or not self.checkpointing:
-            raise PlanError(
-                f"checkpointing is {list(self.checkpointing)}; known: {', '.join(CHECKPOINTS)}"
-            )
+        if not self.sharding or not set(self.sharding) <= {0, 1, 2, 3}:
+            raise PlanError(f"sharding is {list(self.sharding)}; give stages of ZeRO, 0 to 3")
+        for mode in self.checkpointing or ("",):
+            try:
+                Training(checkpointing=mode)  # type: ignore[arg-type]
+            except PlanError as error:
+                raise PlanError(
+                    f"checkpointing is {list(self.checkpointing)}; known: "
+                    f"{str(error).split('known: ')[-1]}"
+                ) from error
 
 
 def candidates(
-    num_ranks: int, batch_size: int, num_items: int, space: Space, *, fixed_stages: int | None
+    num_ranks: int,
+    batch_size: int,
+    num_items: int,
+    space: Space,
+    *,
+    fixed_stages: int | None,
+    num_blocks: int = 0,
 ) -> list[Candidate]:
     """All candidates that the numbers allow, in a fixed order.
 
     Raises:
         PlanError: there is none; the message says which number stands in the way.
     """
-    names = space.schedules or tuple(name for name in SCHEDULES if name != "ForwardOnly")
-    # On one rank there is nothing to wait for: all schedules accumulate gradients alike.
-    plain = "1F1B" if "1F1B" in names else names[0]
-
-    def is_new(name: str, per_rank: int) -> bool:
-        # With one stage per rank looped schedules are others by name only.
-        return (
-            space.schedules is not None or per_rank > 1 or SCHEDULES[name].stages_per_rank[1] == 1
-        )
-
-    found = []
-    for width in _divisors(num_ranks):
-        if space.data_parallel is not None and width not in space.data_parallel:
+    found: list[Candidate] = []
+    for inside in itertools.product(
+        space.tensor_parallel, space.context_parallel, space.expert_parallel
+    ):
+        tensor, context, expert = inside
+        if num_ranks % (tensor * context):
             continue
-        if batch_size % width:
-            continue
-        ranks = num_ranks // width
-        for size in _sizes(batch_size // width, space.microbatch_sizes):
-            for per_rank in space.stages_per_rank:
-                stages = ranks * per_rank
-                if stages > num_items or (fixed_stages is not None and stages != fixed_stages):
-                    continue
-                if ranks == 1 and per_rank > 1:
-                    continue
-                for name in names:
-                    if not SCHEDULES[name].allows(per_rank) or (ranks == 1 and name != plain):
-                        continue
-                    if not is_new(name, per_rank):
-                        continue
-                    count = batch_size // width // size
-                    found += [
-                        Candidate(width, ranks, per_rank, size, count, name, mode)
-                        for mode in space.checkpointing
-                    ]
+        for width in _divisors(num_ranks // (tensor * context)):
+            if space.data_parallel is not None and width not in space.data_parallel:
+                continue
+            if batch_size % width or (width * context) % expert:
+                continue
+            ranks = num_ranks // (tensor * context * width)
+            shards = space.sharding if width * context > 1 else space.sharding[:1]
+            for shard in shards:
+                rest = (*inside, shard if width * context > 1 else 0)
+                found += _of_pipeline(
+                    ranks, width, batch_size, num_items, space, fixed_stages, num_blocks, rest
+                )
     if not found:
         raise PlanError(_nothing(num_ranks, batch_size, num_items, space, fixed_stages))
     return found
 
 
+def _of_pipeline(
+    ranks: int,
+    width: int,
+    batch_size: int,
+    num_items: int,
+    space: Space,
+    fixed_stages: int | None,
+    num_blocks: int,
+    rest: tuple[int, ...],
+) -> Iterator[Candidate]:
+    names = space.schedules or tuple(name for name in SCHEDULES if name != "ForwardOnly")
+    # On one rank there is nothing to wait for: all schedules accumulate gradients alike.
+    plain = "1F1B" if "1F1B" in names else names[0]
+    for size in _sizes(batch_size // width, space.microbatch_sizes):
+        for per_rank in space.stages_per_rank or _per_rank(ranks, num_blocks):
+            stages = ranks * per_rank
+            if stages > num_items or (fixed_stages is not None and stages != fixed_stages):
+                continue
+            if ranks == 1 and per_rank > 1:
+                continue
+            for name in names:
+                if not SCHEDULES[name].allows(per_rank) or (ranks == 1 and name != plain):
+                    continue
+                # With one stage per rank looped schedules are others by name only.
+                is_looped = SCHEDULES[name].stages_per_rank[1] != 1
+                if space.schedules is None and per_rank == 1 and is_looped:
+                    continue
+                count = batch_size // width // size
+                for mode in space.checkpointing:
+                    yield Candidate(width, ranks, per_rank, size, count, name, mode, *rest)
+
+
+def _per_rank(ranks: int, num_blocks: int) -> list[int]:
+    """Stages per rank to try: 1, 2, 4, and what divides equal blocks evenly."""
+    even = [n for n in (3, 5, 6, 8) if num_blocks and num_blocks % (n * ranks) == 0]
+    return sorted({1, 2, 4, *even})
+
+
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def _sizes(rows: int, allowed: Sequence[int] | None) -> list[int]:
@@ -162,7 +242,7 @@ def _nothing(
     ]
     if not widths:
         lines.append(f"data_parallel must divide the {num_ranks} ranks")
-    elif all(num_ranks // w * min(space.stages_per_rank) > num_items for w in widths):
+    elif all(num_ranks // w * min(space.stages_per_rank or (1,)) > num_items for w in widths):
         lines.append("there are more ranks than parts to spread; allow more data parallelism")
     elif all(batch_size % w for w in widths):
         lines.append(f"the batch must be a multiple of the replicas ({widths})")

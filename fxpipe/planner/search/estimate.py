@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers
 from fxpipe.program import (
     Action,
@@ -40,7 +42,9 @@ __all__ = ["Memory", "Prediction", "edges_of", "predict", "rank_memory", "stage_
 class Memory:
     """Bytes on one rank at its fullest moment, by what they are for.
 
-    `activations` wait for a backward; `buffers` are tensors in transit and temporaries.
+    `activations` wait for a backward; `buffers` are tensors in transit and temporaries,
+    and what sharding gathers. `system` is held by driver and communication, `reserve` lost
+    to fragmentation.
     """
 
     weights: float = 0.0
@@ -48,6 +52,8 @@ class Memory:
     optimizer: float = 0.0
     activations: float = 0.0
     buffers: float = 0.0
+    system: float = 0.0
+    reserve: float = 0.0
 
     @property
     def total(self) -> float:
@@ -84,13 +90,10 @@ def stage_costs(
     edge_bytes: EdgeBytes,
     placement: Placement,
     hardware: Hardware,
-    *,
-    width: int = 1,
+    layout: Layout,
 ) -> StageCosts:
-    """The numbers as costs for the simulator.
-
-    With `width` replicas, pipeline rank r of replica j is process r * width + j.
-    """
+    """The numbers as costs for the simulator; pipeline ranks are `layout.num_ranks` apart."""
+    width = layout.num_ranks
     ranks = range(placement.num_ranks)
     links: dict[tuple[int, int], Link] = {}
     for a in ranks:
@@ -114,7 +117,16 @@ def stage_costs(
         link=hardware.intra,
         links=links,
         overlaps_transfers=hardware.overlaps_transfers,
+        pair_saving=_pair_saving(stages, layout),
     )
+
+
+def _pair_saving(stages: Sequence[StageNumbers], layout: Layout) -> float:
+    """The share of a forward that a backward beside it hides: tokens on their way to experts."""
+    forward = math.fsum(stage.forward for stage in stages)
+    if layout.expert == 1 or not forward:
+        return 0.0
+    return min(math.fsum(stage.exposed for stage in stages) / forward, 1.0)
 
 
 def predict(
@@ -122,39 +134,76 @@ def predict(
     stages: Sequence[StageNumbers],
     edge_bytes: EdgeBytes,
     hardware: Hardware,
-    *,
-    width: int = 1,
+    layout: Layout,
 ) -> Prediction:
     """Simulate a program and follow its memory."""
     edges = edges_of(len(stages), edge_bytes)
-    costs = stage_costs(stages, edge_bytes, program.placement, hardware, width=width)
+    costs = stage_costs(stages, edge_bytes, program.placement, hardware, layout)
     timeline = simulate(program, costs, edges)
     memory = rank_memory(program, timeline.spans, stages, edge_bytes)
+    memory = tuple(
+        _with_system(memory[rank], program.placement.stages_of(rank), stages, edge_bytes, hardware,
+                     layout, program.num_ranks)
+        for rank in range(program.num_ranks)
+    )  # fmt: skip
     ends = [end for _, end in timeline.extent]
-    after = after_step(program.placement, stages, hardware, width)
+    after = after_step(program.placement, stages, hardware, layout)
     step = max(end + rest for end, rest in zip(ends, after, strict=True))
+    step *= 1 + hardware.jitter
     return Prediction(step, timeline.makespan, timeline.idle, memory)
 
 
 def after_step(
-    placement: Placement, stages: Sequence[StageNumbers], hardware: Hardware, width: int
+    placement: Placement, stages: Sequence[StageNumbers], hardware: Hardware, layout: Layout
 ) -> list[float]:
     """For each rank, the time after its last backward: gradients, then the optimizer.
 
-    Gradients of a rank's other stages are reduced while it still computes. A ring moves
-    each byte twice, but for one part in `width`.
+    Gradients are reduced beside the last microbatch's backward, and weights gathered beside
+    the first forward of the next step; a tenth of it always shows.
     """
     rest = []
+    group = layout.group("replicas")
     for rank in range(placement.num_ranks):
         own = [stages[stage] for stage in placement.stages_of(rank)]
-        reduce = 0.0
-        if width > 1:
-            link = hardware.link(rank * width, rank * width + width - 1)
-            last = max(stage.gradients for stage in own)
-            reduce = link.time(2 * (width - 1) / width * last) if last else 0.0
-        touched = math.fsum(2 * (s.weights + s.optimizer) + s.gradients for s in own)
-        rest.append(reduce + hardware.time("memory", "float32", 0, touched))
+        reduced = math.fsum(stage.reduced for stage in own)
+        gathered = math.fsum(stage.gathered for stage in own)
+        shared = 0.0
+        if layout.sharding == 0:
+            shared = collective_time("all_reduce", reduced, group, hardware)
+        elif layout.sharding == 1:
+            shared = collective_time("reduce_scatter", reduced, group, hardware)
+        if layout.sharding in (1, 2):
+            shared += collective_time("all_gather", gathered, group, hardware)
+        if hardware.overlaps_transfers:
+            beside = math.fsum(stage.backward_input + stage.backward_weight for stage in own)
+            if layout.sharding:
+                beside += math.fsum(stage.forward for stage in own)
+            shared = max(shared - beside, 0.1 * shared)
+        # The norm reads gradients, the optimizer reads them again and writes the rest.
+        touched = math.fsum(2 * (s.weights + s.optimizer + s.gradients) for s in own)
+        rest.append(shared + hardware.time("memory", "float32", 0, touched))
     return rest
+
+
+def _with_system(
+    memory: Memory,
+    own: Sequence[int],
+    stages: Sequence[StageNumbers],
+    edge_bytes: EdgeBytes,
+    hardware: Hardware,
+    layout: Layout,
+    num_ranks: int,
+) -> Memory:
+    """What a device holds besides what the program shows."""
+    # A sender keeps a tensor until it has left, beside the next one.
+    sends = [there for (source, _), (there, _) in edge_bytes.items() if source in own]
+    sends += [back for (_, target), (_, back) in edge_bytes.items() if target in own]
+    unsharded = max((stages[stage].unsharded for stage in own), default=0.0)
+    groups = (layout.tensor, layout.context, layout.expert, layout.data, num_ranks)
+    channels = hardware.channels * sum(count > 1 for count in groups)
+    held = replace(memory, buffers=memory.buffers + max(sends, default=0.0) + unsharded)
+    reserve = hardware.reserve * held.total
+    return replace(held, system=hardware.context + channels, reserve=reserve)
 
 
 def rank_memory(

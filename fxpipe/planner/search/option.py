@@ -84,7 +84,7 @@ class Option:
             self.edge_bytes,
             self.placement,
             hardware,
-            width=self.candidate.data_parallel,
+            self.candidate.layout,
         )
 
     def timeline(self, hardware: Hardware, *, transfers: bool = True) -> tuple[Program, Timeline]:

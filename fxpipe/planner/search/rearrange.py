@@ -20,7 +20,7 @@ def rearranged(option: Option, hardware: Hardware, memory_limit: float) -> Optio
         option.stages,
         option.edge_bytes,
         hardware,
-        width=option.candidate.data_parallel,
+        option.candidate.layout,
     )
     if prediction.step_time >= option.step_time or prediction.peak > memory_limit:
         return option

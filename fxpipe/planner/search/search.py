@@ -6,34 +6,41 @@ Out: `Option`s, quickest first.
 A candidate is guessed from the whole model's load and the schedule's outline. In the order of
 the guesses the model is cut and the program simulated, until what is left is guessed clearly
 slower or the budget of simulated actions is used up; every schedule that may fit gets
-one try. If nothing fits, the candidates that are guessed to need least memory are tried.
-Long steps are simulated in part: after a while every further microbatch adds the same.
+one try. Long steps are first simulated in part. The best are then cut again by what their
+step really takes (`refine`), and the first is always simulated whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError
+from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers, numbers_of
-from fxpipe.planner.cost.workload import Checkpointing, Training, Workload, workload_of
+from fxpipe.planner.cost.training import Checkpointing, Training
+from fxpipe.planner.cost.workload import Workload, is_model_input, workload_of
 from fxpipe.planner.partition.partition import Partition, partition, shifted
 from fxpipe.planner.partition.work import Limits, in_flight
 from fxpipe.planner.search.auto_split import REORDER_GAIN, named_items
 from fxpipe.planner.search.candidates import Candidate, outline
 from fxpipe.planner.search.estimate import Memory, Prediction, predict, stage_costs
 from fxpipe.planner.search.option import Option
-from fxpipe.program import Placement, Program
+from fxpipe.planner.search.refine import best_cut
+from fxpipe.program import Placement
 from fxpipe.program.play.collector import collector_paused
 
 __all__ = ["Pricing", "Search"]
 
 _WHOLE = 4_000
 """Steps of up to so many actions are simulated from beginning to end."""
+
+_EFFORT = 2_000
+"""Steps of the exact search for a partition."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Pricing:
     pins: Mapping[str, int] | None = None
     together: tuple[tuple[str, ...], ...] = ()
     reprice: Callable[[Workload, int, Checkpointing], Workload] | None = None
+    sequence_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,10 @@ class _Whole:
     """The whole model: seconds of F, I and W, then bytes; `boundary` is a typical one."""
 
     times: tuple[float, float, float]
-    state: float
+    weights: float
+    gradients: float
+    optimizer: float
+    reduced: float
     residual: float
     deferred: float
     boundary: float
@@ -77,10 +88,11 @@ class Search:
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
-        self._loads: dict[tuple[int, Checkpointing], Workload] = {}
-        self._sums: dict[tuple[int, Checkpointing], _Whole] = {}
-        self._floors: dict[tuple[int, Checkpointing, int], float] = {}
+        self._loads: dict[tuple[object, ...], Workload] = {}
+        self._sums: dict[tuple[object, ...], _Whole] = {}
+        self._floors: dict[tuple[object, ...], float] = {}
         self._cuts: dict[tuple[object, ...], list[Partition]] = {}
+        self._whole_steps: set[Candidate] = set()
 
     def run(
         self,
@@ -92,25 +104,24 @@ class Search:
         """Price candidates, those that fit first, each group from the best on."""
         # Simulations make a great number of small objects without a cycle.
         with collector_paused():
-            return self._run(found, budget, progress)
+            tried = self._explore(found, budget, progress)
+            return self._settle(tried, budget)
 
-    def _run(
+    def _explore(
         self,
         found: Sequence[Candidate],
         budget: int,
         progress: Callable[[int, int], None] | None,
-    ) -> list[Option]:
+    ) -> dict[Candidate, Option]:
         limit = self.pricing.memory_limit
         guesses = {candidate: self.guess(candidate) for candidate in found}
         order = sorted(found, key=lambda c: (guesses[c].memory > limit, guesses[c].time, c))
         tried: dict[Candidate, Option] = {}
-        fitting: list[Option] = []
-        used = 0
+        used, best = 0, math.inf
         seen: set[str] = set()
         for candidate in order:
-            best = min((option.step_time for option in fitting), default=math.inf)
             is_new = candidate.schedule not in seen and guesses[candidate].memory <= limit
-            if used > budget and fitting and not (is_new and used < 2 * budget):
+            if used > budget and best < math.inf and not (is_new and used < 2 * budget):
                 break
             if guesses[candidate].time > 1.2 * best and not is_new:
                 continue
@@ -122,54 +133,95 @@ class Search:
             if option is not None:
                 tried[candidate] = option
                 if option.missing(limit) <= 0:
-                    fitting.append(option)
+                    best = min(best, option.step_time)
             if progress is not None:
                 progress(min(used, budget), budget)
-        if not fitting:
+        if math.isinf(best):
             least = sorted(found, key=lambda c: (guesses[c].memory, c))
-            for candidate in [c for c in least if c not in tried][:8]:
+            for candidate in [c for c in least if c not in tried][:12]:
                 option = self._try(candidate)
                 if option is not None:
                     tried[candidate] = option
-        return sorted(
-            tried.values(), key=lambda o: (o.missing(limit), o.step_time, o.peak, o.candidate)
-        )
+        return tried
+
+    def _settle(self, tried: dict[Candidate, Option], budget: int) -> list[Option]:
+        """Cut the best options again by their steps, and simulate the first one whole."""
+        limit = self.pricing.memory_limit
+
+        def ranked() -> list[Option]:
+            return sorted(
+                tried.values(), key=lambda o: (o.missing(limit), o.step_time, o.peak, o.candidate)
+            )
+
+        order = ranked()
+        fits = bool(order) and order[0].missing(limit) <= 0
+        for option in order[: 4 if fits else 16]:
+            better = self.refine(option, budget=budget // 4)
+            tried[option.candidate] = better
+            if not fits and better.missing(limit) <= 0:
+                break
+        for _ in range(8):
+            order = ranked()
+            if not order or order[0].candidate in self._whole_steps:
+                break
+            tried[order[0].candidate] = self._whole_step(order[0])
+        return ranked()
 
     def load(self, candidate: Candidate) -> Workload:
         """The work of one microbatch."""
-        key = (candidate.microbatch_size, candidate.checkpointing)
+        layout = candidate.layout
+        if not layout.sharding:
+            # Replicas that share nothing are all alike; that there are some costs buckets.
+            layout = replace(layout, data=layout.data if layout.expert > 1 else min(layout.data, 2))
+        return self._load(candidate, layout)
+
+    def _load(self, candidate: Candidate, layout: Layout) -> Workload:
+        layout = replace(layout, sequence=self.pricing.sequence_parallel)
+        key = (candidate.microbatch_size, candidate.checkpointing, layout)
         if key not in self._loads:
             pricing = self.pricing
-            made = workload_of(
-                pricing.costs, self._sizes(candidate), pricing.hardware, self._training(candidate)
-            )
-            self._loads[key] = made if pricing.reprice is None else pricing.reprice(made, *key)
+            sizes = {**pricing.sizes, "batch": candidate.microbatch_size}
+            training = replace(pricing.training, checkpointing=candidate.checkpointing)
+            made = workload_of(pricing.costs, sizes, pricing.hardware, training, layout)
+            if pricing.reprice is not None:
+                made = pricing.reprice(made, *key[:2])
+            self._loads[key] = made
         return self._loads[key]
 
     def guess(self, candidate: Candidate) -> _Guess:
         """Time and memory if the model could be cut anywhere."""
-        whole, c = self._whole(candidate), candidate
+        c, machine = candidate, self.pricing.hardware
+        whole, layout = self._whole(c), c.layout
         ranks = c.pipeline
         times = tuple(time / ranks for time in whole.times)
         slowest = max(math.fsum(times), c.stages_per_rank * self._heaviest(c))
+        shards = layout.context * layout.data
+        group = layout.group("replicas")
+        reduce = collective_time("all_reduce", whole.reduced / ranks, group, machine)
+        if layout.sharding == 3:
+            slowest = max(slowest, 1.5 * reduce)
         idle, holds = 0.0, 1.0
         if ranks > 1:
-            transfer = self.pricing.hardware.intra.time(whole.boundary)
+            transfer = machine.intra.time(whole.boundary)
             shape = outline(c.schedule, c.stages_per_rank, times, transfer)
             idle, holds = shape.idle(ranks), shape.holds(ranks, c.num_microbatches)
         kept = whole.residual
         if c.info.splits_backward:
             # What waits for the weight half is held for part of the time.
             kept = max(kept, whole.deferred / 2)
-        time = slowest * (c.num_microbatches + idle)
-        return _Guess(time, (whole.state + holds * kept) / ranks)
+        time = slowest * (c.num_microbatches + idle) + max(reduce - slowest, 0.1 * reduce)
+        state = whole.weights / (shards if layout.sharding >= 3 else 1)
+        state += whole.gradients / (shards if layout.sharding >= 2 else 1)
+        state += whole.optimizer / (shards if layout.sharding >= 1 else 1)
+        held = (state + holds * kept) / ranks * (1 + machine.reserve) + machine.context
+        return _Guess(time, held)
 
     def _heaviest(self, candidate: Candidate) -> float:
         """The slowest stage if only time counts and data travels for free."""
         c = candidate
-        key = (c.microbatch_size, c.checkpointing, c.num_stages)
+        key = (c.microbatch_size, c.checkpointing, _inside(c.layout), c.num_stages)
         if key not in self._floors:
-            times = [item.time for item in self.load(c).work.items]
+            times = [item.time for item in self._load(c, _inside(c.layout)).work.items]
             self._floors[key] = _least_slowest(times, c.num_stages)
         return self._floors[key]
 
@@ -192,7 +244,7 @@ class Search:
         best, cut = min(options, key=lambda pair: (pair[0].missing(limit), pair[0].step_time))
         if not 0 < best.missing(limit) < limit / 2 or best.step_time > below:
             return best
-        taken = [memory.buffers for memory in best.prediction.memory]
+        taken = [m.buffers + m.system + m.reserve for m in best.prediction.memory]
         other = best
         for _ in range(4):
             tight = self._tight(candidate, load, cut, taken)
@@ -208,6 +260,33 @@ class Search:
             cut = tight
         return best
 
+    def refine(self, option: Option, *, budget: int) -> Option:
+        """The option with its cuts moved while its step gets shorter, memory first."""
+        if self.pricing.stage_of is not None or option.candidate.num_stages == 1:
+            return option
+        candidate, load = option.candidate, self.load(option.candidate)
+        stage_of = {name: stage for stage, names in enumerate(option.nodes) for name in names}
+        start = [stage_of[names[0]] for names in load.nodes]
+        if start != sorted(start):
+            return option  # branches run in another order than the model's own
+        known: dict[tuple[int, ...], Option] = {}
+
+        def rate(cut: tuple[int, ...]) -> tuple[float, float]:
+            known[cut] = self._option(candidate, load, cut, option.bound)
+            return known[cut].missing(self.pricing.memory_limit), known[cut].step_time
+
+        limits = self._limits(load, option.placement, candidate.layout)
+        found = best_cut(
+            start,
+            [item.time for item in load.work.items],
+            option.placement,
+            limits,
+            rate,
+            microbatches=candidate.num_microbatches,
+            tries=max(budget // self._actions(candidate), 8),
+        )
+        return known.get(found, option)
+
     def _try(self, candidate: Candidate, below: float = math.inf) -> Option | None:
         try:
             return self.price(candidate, below)
@@ -215,20 +294,16 @@ class Search:
             return None
 
     def _actions(self, candidate: Candidate) -> int:
-        whole = 2 * candidate.num_stages * candidate.num_microbatches
-        return min(whole, _WHOLE + 9 * candidate.num_stages * candidate.pipeline)
-
-    def _sizes(self, candidate: Candidate) -> dict[str, int]:
-        return {**self.pricing.sizes, "batch": candidate.microbatch_size}
-
-    def _training(self, candidate: Candidate) -> Training:
-        return replace(self.pricing.training, checkpointing=candidate.checkpointing)
+        """How many actions it takes to simulate a candidate for a first price."""
+        counts = _short_steps(candidate) or (candidate.num_microbatches,)
+        return 2 * candidate.num_stages * sum(counts)
 
     def _whole(self, candidate: Candidate) -> _Whole:
-        key = (candidate.microbatch_size, candidate.checkpointing)
+        inside = _inside(candidate.layout)
+        key = (candidate.microbatch_size, candidate.checkpointing, inside)
         if key not in self._sums:
-            load = self.load(candidate)
-            work = load.work
+            load = self._load(candidate, inside)
+            work, states = load.work, load.states.values()
             sizes = sorted(flow.num_bytes for flow in work.flows if flow.num_bytes)
             self._sums[key] = _Whole(
                 (
@@ -236,16 +311,19 @@ class Search:
                     math.fsum(item.backward_input for item in work.items),
                     math.fsum(item.backward_weight for item in work.items),
                 ),
-                math.fsum([*(i.state for i in work.items), *(s.state for s in work.shared)]),
+                math.fsum(state.weights for state in states),
+                math.fsum(state.gradients for state in states),
+                math.fsum(state.optimizer for state in states),
+                math.fsum(state.reduced for state in states),
                 math.fsum([*(i.residual for i in work.items), *(s.residual for s in work.shared)]),
                 math.fsum(node.deferred for node in load.loads.values()),
                 sizes[len(sizes) // 2] if sizes else 0.0,
             )
         return self._sums[key]
 
-    def _limits(self, load: Workload, placement: Placement, width: int) -> Limits:
+    def _limits(self, load: Workload, placement: Placement, layout: Layout) -> Limits:
         pricing = self.pricing
-        links = stage_costs((), {}, placement, pricing.hardware, width=width).links
+        links = stage_costs((), {}, placement, pricing.hardware, layout).links
         pins = {
             item: stage
             for name, stage in (pricing.pins or {}).items()
@@ -255,15 +333,16 @@ class Search:
             tuple(sorted({i for name in group for i in named_items(pricing.costs, load, name)}))
             for group in pricing.together
         )
+        together += tuple(pair for pair in _fed_by_nothing(load) if pair[1] < len(load.nodes))
         return Limits(pins, together, link=pricing.hardware.intra, links=links)
 
     def _even(self, candidate: Candidate, load: Workload) -> list[Partition]:
         """Cuts by time: ranks as even as possible, and stages as even as possible."""
         c = candidate
         placement = c.info.placement(c.pipeline, c.num_stages)
-        key = (c.microbatch_size, c.checkpointing, placement, c.data_parallel)
+        key = (c.microbatch_size, c.checkpointing, placement, c.layout)
         if key not in self._cuts:
-            limits = self._limits(load, placement, c.data_parallel)
+            limits = self._limits(load, placement, c.layout)
             found = [self._cut(load, placement, limits)]
             if c.stages_per_rank > 1:
                 # Even ranks may hide uneven stages, for which microbatches queue up.
@@ -275,9 +354,7 @@ class Search:
         return self._cuts[key]
 
     def _cut(self, load: Workload, placement: Placement, limits: Limits) -> Partition:
-        # One stage per rank is solved by dynamic programming; the rest would take minutes.
-        effort = 0 if placement.num_ranks < placement.num_stages else 2_000
-        return partition(load.work, placement, limits, effort=effort, reorder_gain=REORDER_GAIN)
+        return partition(load.work, placement, limits, effort=_EFFORT, reorder_gain=REORDER_GAIN)
 
     def _tight(
         self, candidate: Candidate, load: Workload, cut: Partition, taken: Sequence[float]
@@ -288,7 +365,7 @@ class Search:
         """
         c = candidate
         program = c.info(c.pipeline, c.num_stages, min(c.num_microbatches, 4 * c.pipeline))
-        limits = self._limits(load, program.placement, c.data_parallel)
+        limits = self._limits(load, program.placement, c.layout)
         room = tuple(max(self.pricing.memory_limit - size, 0.0) for size in taken)
         limits = replace(limits, memory=room, in_flight=in_flight(program))
         return shifted(load.work, replace(cut, placement=program.placement), limits)
@@ -325,19 +402,66 @@ class Search:
     def _predict(
         self, candidate: Candidate, stages: Sequence[StageNumbers], edges: EdgeBytes
     ) -> Prediction:
-        c = candidate
+        counts = _short_steps(candidate)
+        if counts is None:
+            self._whole_steps.add(candidate)
+            return self._step(candidate, stages, edges, candidate.num_microbatches)
+        few, more = counts
+        short = self._step(candidate, stages, edges, few)
+        long = self._step(candidate, stages, edges, more)
+        return _extended(short, few, long, more, candidate.num_microbatches)
 
-        def step(count: int) -> Prediction:
-            program: Program = c.info(c.pipeline, c.num_stages, count)
-            return predict(program, stages, edges, self.pricing.hardware, width=c.data_parallel)
+    def _whole_step(self, option: Option) -> Option:
+        c = option.candidate
+        self._whole_steps.add(c)
+        found = self._step(c, option.stages, option.edge_bytes, c.num_microbatches)
+        return replace(option, prediction=found)
 
-        few = 2 * max(c.pipeline, 4)
-        if 2 * c.num_stages * c.num_microbatches <= _WHOLE or c.num_microbatches <= few + 1:
-            return step(c.num_microbatches)
-        more = few + max(c.pipeline // 2, 4)
-        if more >= c.num_microbatches:
-            return step(c.num_microbatches)
-        return _extended(step(few), few, step(more), more, c.num_microbatches)
+    def _step(
+        self, candidate: Candidate, stages: Sequence[StageNumbers], edges: EdgeBytes, count: int
+    ) -> Prediction:
+        program = candidate.info(candidate.pipeline, candidate.num_stages, count)
+        return predict(program, stages, edges, self.pricing.hardware, candidate.layout)
+
+
+def _fed_by_nothing(load: Workload) -> list[tuple[int, int]]:
+    """Items that read neither an input of the model nor a tensor, each with the one before it.
+
+    A stage of such items alone would know none of the sizes.
+    """
+    reads = {
+        node.name
+        for node in load.costs.nodes
+        if any(is_model_input(load.costs, value) for value in node.inputs)
+    }
+    fed = {target for flow in load.work.flows if flow.num_bytes for target in flow.targets}
+    fed |= {item for item, names in enumerate(load.nodes) if not reads.isdisjoint(names)}
+    first = min(fed, default=0)
+    return [
+        (max(i - 1, 0), max(i, 1)) for i in range(len(load.nodes)) if i not in fed and i != first
+    ]
+
+
+def _inside(layout: Layout) -> Layout:
+    """The layout without what differs only in how state is kept."""
+    # As many replicas as the experts' group takes, if it is larger than the context's.
+    return replace(
+        layout, data=math.lcm(layout.expert, layout.context) // layout.context, sharding=0
+    )
+
+
+def _short_steps(candidate: Candidate) -> tuple[int, int] | None:
+    """Two shorter steps that tell the time of a long one; None if it is short itself.
+
+    Both differ from the long one by whole rounds: interleaved orders change within a round.
+    """
+    c = candidate
+    ranks = max(c.pipeline, 4)
+    few = 2 * ranks + c.num_microbatches % ranks
+    more = few + ranks
+    if 2 * c.num_stages * c.num_microbatches <= _WHOLE or more >= c.num_microbatches:
+        return None
+    return few, more
 
 
 def _least_slowest(times: Sequence[float], parts: int) -> float:
@@ -355,26 +479,22 @@ def _least_slowest(times: Sequence[float], parts: int) -> float:
 
 
 def _extended(short: Prediction, few: int, long: Prediction, more: int, count: int) -> Prediction:
-    """What two short steps say about a long one."""
+    """What two short steps say about a long one; memory that does not grow stays."""
     share = (count - more) / (more - few)
 
     def line(a: float, b: float) -> float:
         return b + share * (b - a)
 
+    def held(a: Memory, b: Memory) -> Memory:
+        grows = b.activations - a.activations > 0.5 * (more - few) / few * a.activations
+        most = max(a, b, key=lambda memory: memory.total)
+        return replace(most, activations=line(a.activations, b.activations)) if grows else most
+
     makespan = line(short.makespan, long.makespan)
     busy = line(short.makespan * (1 - short.bubble), long.makespan * (1 - long.bubble))
-    memory = tuple(
-        Memory(
-            *(
-                max(line(getattr(a, item.name), getattr(b, item.name)), 0.0)
-                for item in fields(Memory)
-            )
-        )
-        for a, b in zip(short.memory, long.memory, strict=True)
-    )
     return Prediction(
         line(short.step_time, long.step_time),
         makespan,
         1 - busy / makespan if makespan else 0.0,
-        memory,
+        tuple(held(a, b) for a, b in zip(short.memory, long.memory, strict=True)),
     )

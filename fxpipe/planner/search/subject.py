@@ -63,6 +63,12 @@ class Subject:
         """The modules that checkpointing wraps."""
         return tuple(dict.fromkeys(n.module for n in self.costs.nodes if n.is_block and n.module))
 
+    @property
+    def makes_scores(self) -> bool:
+        """Whether the output looks like scores of words that a loss is still to be made of."""
+        specs = [self.costs.specs[value] for value in self.costs.result]
+        return len(specs) == 1 and specs[0].dtype.is_floating_point and len(specs[0].shape) > 2
+
     def narrowed(self, space: Space) -> Space:
         """The choices that this capture leaves.
 
@@ -108,7 +114,7 @@ def subject_of(
         raise PlanError(
             f"sizes names {', '.join(unknown)}; this model has {', '.join(traced.hints) or 'none'}"
         )
-    fused = hardware.overlaps_transfers
+    fused = hardware.fuses_attention
     costs = GraphCosts.of(traced, traced.hints, fused_attention=fused)
     call = (tuple(args), dict(kwargs or {}))
     return Subject(traced, costs, {**traced.hints, **(sizes or {})}, call, stage_of, pipe)

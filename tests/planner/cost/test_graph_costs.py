@@ -11,8 +11,9 @@ from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
+from fxpipe.planner.cost.training import Training
 from fxpipe.planner.cost.watch import PHASES
-from fxpipe.planner.cost.workload import Training, workload_of
+from fxpipe.planner.cost.workload import workload_of
 from fxpipe.planner.search.auto_split import DEFAULT_HARDWARE
 from tests.parity import weighted_sum
 from tests.planner.zoo import NAMES, example
@@ -26,18 +27,18 @@ def traced(name, batch=4, num_stages=4):
     return found, capture(found.model, found.args, found.kwargs, opened=opened)
 
 
-def forward_of_attention(query, key, *args, **kwargs):
+def forward_of_attention(query, key, value, dropout=0.0, causal=False, **kwargs):
     batch, heads, length, width = query
-    return 4 * batch * heads * length * key[-2] * width
+    return 4 * batch * heads * length * key[-2] * width // (2 if causal else 1)
 
 
-def backward_of_attention(grad, query, key, *args, **kwargs):
+def backward_of_attention(grad, query, key, value, out, lse, dropout, causal, **kwargs):
     batch, heads, length, width = query
-    return 10 * batch * heads * length * key[-2] * width
+    return 10 * batch * heads * length * key[-2] * width // (2 if causal else 1)
 
 
 # torch's counter does not know the CPU's fused attention; the formulas are those it has for
-# the GPU's, and everything else is its own.
+# the GPU's, but for causal attention, of which kernels leave out half; the rest is its own.
 ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: forward_of_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_of_attention,

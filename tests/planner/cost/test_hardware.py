@@ -4,19 +4,29 @@ import pytest
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.hardware import (
-    HARDWARE,
-    LINKS,
     OP_CLASSES,
     Hardware,
     get_hardware,
     get_link,
     load_hardware,
 )
+from fxpipe.planner.cost.presets import HARDWARE, LINKS
 from fxpipe.program import Link
 
 
 def test_every_machine_of_the_issue_is_a_preset():
-    for name in ("A100", "H100", "H200", "B200", "MI300X", "CPU-core"):
+    for name in (
+        "V100",
+        "A100",
+        "H100",
+        "H200",
+        "B200",
+        "GB200",
+        "MI300X",
+        "L40S",
+        "RTX4090",
+        "CPU-core",
+    ):
         assert get_hardware(name).name == name
     for name in ("NVLink", "PCIe", "InfiniBand", "Ethernet"):
         assert get_link(name) is LINKS[name]
@@ -52,8 +62,6 @@ def test_a_dtype_without_a_rate_runs_at_that_of_the_next_wider_one():
     assert a100.peak("float8") == a100.flops["bfloat16"]
     assert cpu.peak("bfloat16") == cpu.flops["float32"]
     assert cpu.peak("complex64") == cpu.flops["float32"]
-    assert a100.with_tf32().peak("float32") == 156e12
-    assert cpu.with_tf32().peak("float32") == 96e9
 
 
 def test_ranks_of_one_node_use_the_inner_link():
@@ -64,11 +72,10 @@ def test_ranks_of_one_node_use_the_inner_link():
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_json_and_toml_round_trip(name):
+def test_json_round_trip(name):
     machine = HARDWARE[name]
 
     assert Hardware.from_json(machine.to_json()) == machine
-    assert Hardware.from_toml(machine.to_toml()) == machine
     assert set(machine.efficiency) == set(OP_CLASSES)
 
 

@@ -7,10 +7,13 @@ import models
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.graph.pipe import Pipe
+from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts
-from fxpipe.planner.cost.hardware import HARDWARE
+from fxpipe.planner.cost.parallel import Layout
+from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.cost.stage_numbers import StageNumbers, numbers_of
-from fxpipe.planner.cost.workload import Training, workload_of
+from fxpipe.planner.cost.training import Training
+from fxpipe.planner.cost.workload import workload_of
 from fxpipe.planner.partition.partition import partition
 from fxpipe.planner.plan import plan
 from fxpipe.planner.search.auto_split import assign
@@ -114,7 +117,7 @@ def test_long_steps_follow_from_two_short_ones(schedule):
     edges = {(i, i + 1): (1e6, 1e6) for i in range(stages - 1)}
 
     def step(count):
-        return predict(info(4, stages, count), equal_stages(stages), edges, hardware)
+        return predict(info(4, stages, count), equal_stages(stages), edges, hardware, Layout())
 
     long, extended = step(40), _extended(step(8), 8, step(12), 12, 40)
 
@@ -124,19 +127,21 @@ def test_long_steps_follow_from_two_short_ones(schedule):
 
 
 def test_parts_of_memory_add_up():
-    memory = Memory(1.0, 2.0, 3.0, 4.0, 5.0)
+    memory = Memory(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 
-    assert memory.total == 15.0
+    assert memory.total == 28.0
 
 
 def test_replicas_add_the_time_to_reduce_gradients():
     program, hardware = SCHEDULES["1F1B"](2, 2, 4), HARDWARE["H100"]
-    stages = (StageNumbers(1.0, 1.0, 1.0, 1e9, 1e9, 2e9),) * 2
+    stages = (StageNumbers(1.0, 1.0, 1.0, 1e9, 1e9, 2e9, reduced=4e9),) * 2
     edges = {(0, 1): (1e6, 1e6)}
 
-    alone = predict(program, stages, edges, hardware)
-    eight = predict(program, stages, edges, hardware, width=8)
+    def step(**layout):
+        return predict(program, stages, edges, hardware, Layout(**layout))
 
-    ring = hardware.intra.time(2 * 7 / 8 * 1e9)
-    assert eight.step_time - alone.step_time == pytest.approx(ring, rel=0.05)
-    assert eight.makespan == pytest.approx(alone.makespan, rel=0.01)
+    # A tenth shows; the rest goes on beside the last backward, which is long here.
+    ring = collective_time("all_reduce", 4e9, Layout(data=8).group("replicas"), hardware)
+    more = step(data=8).step_time - step().step_time
+    assert more == pytest.approx(0.1 * ring * (1 + hardware.jitter), rel=0.05)
+    assert step(data=8).makespan == pytest.approx(step().makespan, rel=0.01)

@@ -1,0 +1,178 @@
+"""Predicted against published: every row, worst first.
+
+    python -m benchmarks.published [--fit DEVICE] [--source NAME] [--markdown]
+
+Prints, for rows that constants were fitted to and for those they were not, the error of the step
+time and of the memory, the median, how many are within 15 %, and how often the quicker of two
+options of one model and machine is told right where they differ by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.published.rows import DEVICES, Predictor, Row, read_rows
+from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.search.option import Option
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class Result:
+    row: Row
+    option: Option | None
+
+    @property
+    def error(self) -> float:
+        """Predicted over published time of a step, less one."""
+        return math.inf if self.option is None else self.option.step_time / self.row.seconds - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        if self.row.memory is None or self.option is None:
+            return None
+        return self.option.peak / self.row.memory - 1
+
+
+def predict_all(rows: Sequence[Row], predictor: Predictor) -> list[Result]:
+    found = []
+    for done, row in enumerate(rows):
+        found.append(Result(row, predictor.predict(row, DEVICES[row.device])))
+        if sys.stderr.isatty():
+            print(f"\r{done + 1}/{len(rows)}", end="", file=sys.stderr)
+    return found
+
+
+def table(results: Sequence[Result], *, markdown: bool) -> list[str]:
+    lines = []
+    if markdown:
+        lines += [
+            "| source | row | set | published | predicted | time | memory |",
+            "|---|---|---|--:|--:|--:|--:|",
+        ]
+    for result in sorted(results, key=lambda r: -abs(r.error)):
+        row, memory = result.row, result.memory_error
+        step = "-" if result.option is None else f"{result.option.step_time:.3g} s"
+        cells = [
+            f"{row.source} {row.device}",
+            row.title,
+            "test" if row.is_test else "fit",
+            f"{row.seconds:.3g} s",
+            step,
+            f"{result.error:+.1%}",
+            "" if memory is None else f"{memory:+.0%}",
+        ]
+        if markdown:
+            lines.append(f"| {' | '.join(cells)} |")
+        else:
+            lines.append(
+                f"{cells[0]:26} {cells[1]:62} {cells[2]:4} {cells[3]:>8} {cells[4]:>8} "
+                f"{cells[5]:>7} {cells[6]:>5}"
+            )
+    return lines
+
+
+def summary(results: Sequence[Result]) -> str:
+    errors = [abs(r.error) for r in results]
+    text = f"{len(errors)} rows: median {statistics.median(errors):.1%}, "
+    text += f"{sum(e <= 0.15 for e in errors) / len(errors):.0%} within 15%"
+    right, pairs = ranking(results)
+    if pairs:
+        text += f"; ranking right in {right} of {pairs} pairs"
+    memory = [r.memory_error for r in results if r.memory_error is not None]
+    if memory:
+        low = min(memory)
+        text += f"; memory median {statistics.median(map(abs, memory)):.1%} off, lowest {low:+.1%}"
+    return text
+
+
+def ranking(results: Sequence[Result]) -> tuple[int, int]:
+    """Pairs of one source, model, machine and batch that are told apart rightly."""
+    right = pairs = 0
+    for a, b in itertools.combinations(results, 2):
+        keys = [
+            (r.row.source, r.row.model, r.row.gpus, r.row.batch, r.row.sequence) for r in (a, b)
+        ]
+        if keys[0] != keys[1] or a.option is None or b.option is None:
+            continue
+        if abs(math.log(a.row.seconds / b.row.seconds)) < math.log(1.05):
+            continue
+        pairs += 1
+        is_quicker = a.option.step_time < b.option.step_time
+        right += is_quicker == (a.row.seconds < b.row.seconds)
+    return right, pairs
+
+
+_GRIDS = {
+    "matmul": (0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9),
+    "attention": (0.3, 0.4, 0.5, 0.6, 0.7),
+    "memory": (0.6, 0.7, 0.8, 0.9),
+    "half_intensity": (0.0, 20.0, 40.0, 80.0),
+    "intra_share": (0.4, 0.55, 0.7, 0.85),
+    "inter_share": (0.4, 0.6, 0.8),
+    "jitter": (0.0, 0.03, 0.06),
+}
+
+
+def fit(rows: Sequence[Row], predictor: Predictor, start: Hardware, seconds: float) -> Hardware:
+    """Change one constant at a time while the mean of squared log errors falls."""
+    deadline = time.monotonic() + seconds
+
+    def loss(hardware: Hardware) -> float:
+        found = [predictor.predict(row, hardware) for row in rows]
+        return statistics.fmean(
+            math.log(option.step_time / row.seconds) ** 2
+            for option, row in zip(found, rows, strict=True)
+            if option is not None
+        )
+
+    best, least = start, loss(start)
+    for name, values in itertools.chain(_GRIDS.items(), _GRIDS.items()):
+        for value in values:
+            if time.monotonic() > deadline:
+                return best
+            if name in best.efficiency:
+                tried = replace(best, efficiency={**best.efficiency, name: value})
+            else:
+                tried = replace(best, **{name: value})
+            found = loss(tried)
+            if found < least * 0.999:
+                best, least = tried, found
+                print(f"{name} = {value}: {math.sqrt(least):.2%}", flush=True)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fit", help="fit the constants of a device to its fit rows")
+    parser.add_argument("--seconds", type=float, default=600, help="how long to fit")
+    parser.add_argument("--source", help="only rows whose source starts so")
+    parser.add_argument("--device", help="only rows of this device")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    rows = [row for row in read_rows() if row.source.startswith(options.source or "")]
+    if options.device:
+        rows = [row for row in rows if row.device == options.device]
+    predictor = Predictor()
+    if options.fit:
+        own = [row for row in rows if row.device == options.fit and not row.is_test]
+        print(fit(own, predictor, DEVICES[options.fit], options.seconds).to_json())
+        return
+    results = predict_all(rows, predictor)
+    print("\n".join(table(results, markdown=options.markdown)))
+    for name, is_test in (("fitted", False), ("held out", True)):
+        part = [result for result in results if result.row.is_test == is_test]
+        if part:
+            print(f"\n{name}: {summary(part)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""How a model will be trained, as far as it costs time and memory.
+
+`Training` says what a user chooses: optimizer, recomputation, precision, kernels, the loss.
+`state_of` is what a parameter then takes on one rank, `as_run` what a node does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from fxpipe.errors import PlanError
+from fxpipe.planner.cost.graph_costs import Parameter
+from fxpipe.planner.cost.parallel import Layout
+from fxpipe.planner.cost.watch import Observation, Op
+
+__all__ = [
+    "CHECKPOINTS",
+    "KERNELS",
+    "OPTIMIZERS",
+    "Checkpointing",
+    "Kernels",
+    "State",
+    "Training",
+    "as_run",
+    "state_of",
+    "with_loss",
+]
+
+Checkpointing = Literal["none", "selective", "1/4", "1/2", "3/4", "full"]
+CHECKPOINTS: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_SHARES: Mapping[str, float] = MappingProxyType(
+    {"none": 0.0, "selective": 1.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "full": 1.0}
+)
+
+OPTIMIZERS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "none": (0.0, 0.0),
+        "sgd": (0.0, 0.0),
+        "momentum": (1.0, 0.0),
+        "adam": (2.0, 0.0),
+        "adamw": (2.0, 0.0),
+        "adamw-master": (0.0, 12.0),
+    }
+)
+"""Bytes of optimizer state: per byte of a trainable parameter, and per element besides.
+
+"adamw-master" is what bf16 training uses: for weights of 16 bits it keeps a float32 copy, two
+float32 moments, and gradients in float32; for wider weights it is "adamw"."""
+
+Kernels = Literal["eager", "compiled", "fused"]
+KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused")
+"""Who runs operations: torch one by one; torch.compile, which joins those that only move data;
+or hand-written kernels, which also add to a gradient inside the product that makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the model will be trained.
+
+    Checkpointing applies to blocks (modules with parts): "full" keeps a block's inputs
+    and runs its forward again, "1/2" does so for every other block, "selective" also keeps
+    the results of products and repeats only the rest. `has_loss` prices a cross entropy
+    after the model's output.
+    """
+
+    optimizer: str = "adamw-master"
+    checkpointing: Checkpointing = "none"
+    kernels: Kernels = "eager"
+    float8: bool = False
+    has_loss: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("optimizer", self.optimizer, OPTIMIZERS),
+            ("checkpointing", self.checkpointing, _SHARES),
+            ("kernels", self.kernels, KERNELS),
+        ):
+            if value not in known:
+                raise PlanError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+    def recomputes(self, block: int) -> bool:
+        """Whether the block with this number computes its forward again."""
+        share = _SHARES[self.checkpointing]
+        return int((block + 1) * share) > int(block * share)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of one parameter on one rank.
+
+    `reduced` and `gathered` are what its gradient and weight come to in a collective over the
+    replicas, before they are divided among them.
+    """
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    reduced: float = 0.0
+    gathered: float = 0.0
+
+    @property
+    def held(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_of(parameter: Parameter, training: Training, layout: Layout) -> State:
+    """What a parameter takes; tensors of one dimension are on every rank of a tensor group."""
+    ranks = layout.context * layout.data
+    part = 1.0 if parameter.dims < 2 else 1 / layout.tensor
+    if parameter.is_expert:
+        part, ranks = part / layout.expert, ranks // layout.expert
+    weights = part * parameter.num_bytes
+    if not parameter.is_trainable:
+        return State(weights)
+    per_byte, per_element = OPTIMIZERS[training.optimizer]
+    gradients = weights
+    if per_element and parameter.itemsize <= 2:
+        optimizer, gradients = per_element * part * parameter.numel, 4 * part * parameter.numel
+    else:
+        optimizer = (2.0 if per_element else per_byte) * weights
+        if ranks > 1 and not layout.sharding:
+            gradients *= 2  # replicas reduce copies in buckets
+    reduced = min(gradients, 4 * part * parameter.numel)
+    shard = [1 / ranks if layout.sharding >= stage else 1.0 for stage in (3, 2, 1)]
+    return State(weights * shard[0], gradients * shard[1], optimizer * shard[2], reduced, weights)
+
+
+def as_run(seen: Observation, training: Training, *, is_block: bool) -> Observation:
+    """What a node does with the kernels and the precision of the training."""
+    if training.kernels == "eager" and not training.float8:
+        return seen
+
+    def run(op: Op) -> Op:
+        if op.op_class == "memory" and not op.is_lookup and training.kernels != "eager":
+            return replace(op, num_bytes=op.num_bytes / 2)
+        if op.op_class == "matmul" and training.float8 and is_block and op.dtype != "float32":
+            return replace(op, dtype="float8")
+        return op
+
+    def casts(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        """Reading activations once more to write them in 8 bits."""
+        if not (training.float8 and is_block):
+            return ()
+        moved = sum(op.num_bytes - op.fixed_bytes for op in ops if op.op_class == "matmul")
+        return (Op("cast", "memory", "bfloat16", 0, 0.75 * moved, 0),) if moved else ()
+
+    weight = tuple(
+        op
+        for op in seen.backward_weight
+        if training.kernels != "fused" or op.name != "aten.add_" or not op.state_bytes
+    )
+    return replace(
+        seen,
+        forward=(*map(run, seen.forward), *casts(seen.forward)),
+        backward_input=(*map(run, seen.backward_input), *casts(seen.backward_input)),
+        backward_weight=tuple(map(run, weight)),
+    )
+
+
+def with_loss(seen: Observation, numel: float, itemsize: int) -> Observation:
+    """The node that makes the output, with a float32 cross entropy of it."""
+
+    def op(num_bytes: float) -> Op:
+        return Op("loss", "memory", "float32", 0, num_bytes, 0)
+
+    wide = 0 if itemsize >= 4 else 4 * numel
+    return replace(
+        seen,
+        forward=(*seen.forward, op(wide + itemsize * numel), op(8 * numel)),
+        backward_input=(op(8 * numel), op(wide + itemsize * numel), *seen.backward_input),
+        kept_inside=seen.kept_inside + 4 * numel,
+        forward_peak=seen.forward_peak + wide + 4 * numel,
+        backward_peak=max(seen.backward_peak, wide + itemsize * numel),
+    )

@@ -1,0 +1,139 @@
+"""One rank's share of a node: what is divided, what is sent, what it takes."""
+
+import pytest
+
+from fxpipe.errors import PlanError
+from fxpipe.planner.cost.collectives import Group, collective_time
+from fxpipe.planner.cost.graph_costs import Parameter
+from fxpipe.planner.cost.parallel import Layout, op_time, share_of
+from fxpipe.planner.cost.presets import HARDWARE
+from fxpipe.planner.cost.training import Training, as_run, state_of
+from fxpipe.planner.cost.watch import Observation, Op
+
+H100 = HARDWARE["H100"]
+
+
+def product(flops=800.0, **options):
+    given = {"num_bytes": 80.0, "made_bytes": 40.0, "state_bytes": 40.0, **options}
+    return Op("aten.mm", "matmul", "bfloat16", flops, **given)
+
+
+ATTENTION = Op("aten.attention", "attention", "bfloat16", 400.0, 80.0, 20.0, key_bytes=40.0)
+BLOCK = Observation(
+    forward=(product(), ATTENTION, product(), product(), product()),
+    backward_input=(product(),),
+    backward_weight=(product(state_bytes=0.0, makes_gradient=True),),
+    kept_inside=160.0,
+    deferred=80.0,
+)
+
+
+def test_products_and_what_is_kept_are_divided_among_a_tensor_group():
+    part = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0)
+
+    assert part.flops("forward") == BLOCK.flops("forward") / 4
+    assert part.kept_inside == 40.0
+    assert part.deferred == 20.0
+
+
+def test_a_block_reduces_after_attention_and_after_its_last_product():
+    part = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0)
+
+    sent = [(op.name, op.num_bytes) for op in part.forward if op.group]
+    assert sent == [("all_reduce", 40.0)] * 2
+    assert len([op for op in part.backward_input if op.group]) == 2
+
+
+def test_a_head_alone_reduces_in_its_backward_only():
+    head = Observation((product(),), (product(),), (product(),))
+
+    part = share_of(head, Layout(tensor=2), 1000.0, 40.0)
+
+    assert [op.num_bytes for op in part.forward if op.group] == []
+    assert [op.num_bytes for op in part.backward_input if op.group] == [40.0]
+
+
+def test_context_divides_rows_but_not_weights_and_sends_keys_round():
+    part = share_of(BLOCK, Layout(context=2), 40.0, 40.0)
+
+    assert part.forward[0].num_bytes == 40.0 + 40.0 / 2
+    assert part.forward[0].flops == 400.0
+    assert [op.num_bytes for op in part.forward if op.name == "ring"] == [40.0]
+
+
+def test_experts_are_divided_and_tokens_travel_there_and_back():
+    seen = Observation((product(routed_bytes=40.0),), (product(),), (product(),))
+
+    part = share_of(seen, Layout(expert=4, data=4), 40.0, 40.0)
+
+    assert part.forward[0].num_bytes == 80.0 - 30.0
+    assert part.forward[0].flops == 800.0
+    assert [op.name for op in part.forward if op.group] == ["all_to_all"] * 2
+
+
+def test_one_rank_is_as_it_was():
+    assert share_of(BLOCK, Layout(data=8), 40.0, 40.0) is BLOCK
+
+
+@pytest.mark.parametrize(("stage", "bytes_held"), [(0, 18), (1, 7.5), (2, 4), (3, 2.25)])
+def test_sharding_divides_state_stage_by_stage(stage, bytes_held):
+    weight = Parameter("w", 1000, 2, True)
+
+    state = state_of(weight, Training(), Layout(data=8, sharding=stage))
+
+    assert state.held == 1000 * bytes_held
+
+
+def test_state_follows_tensor_and_expert_groups():
+    weight, norm = Parameter("up.weight", 1000, 2, True), Parameter("n", 8, 2, True, 1)
+    expert = Parameter("mlp.experts.up", 1000, 2, True, 3)
+    layout = Layout(tensor=2, expert=4, data=4)
+
+    assert state_of(weight, Training(), layout).weights == 1000
+    assert state_of(norm, Training(), layout).weights == 16
+    assert state_of(expert, Training(), layout).weights == 250
+
+
+def test_float8_and_fused_kernels_change_operations():
+    plain = Observation(
+        (product(),), (), (product(), Op("aten.add_", "memory", "bfloat16", 0, 9, 0, 9))
+    )
+
+    fused = as_run(plain, Training(kernels="fused", float8=True), is_block=True)
+
+    assert fused.forward[0].dtype == "float8"
+    assert [op.name for op in fused.backward_weight] == ["aten.mm"]
+    assert as_run(plain, Training(), is_block=True) is plain
+
+
+def test_half_of_the_blocks_compute_again():
+    training = Training(checkpointing="1/2")
+
+    assert [training.recomputes(block) for block in range(4)] == [False, True, False, True]
+
+
+def test_a_reduction_moves_twice_what_a_gather_does():
+    gather = collective_time("all_gather", 1e9, Group(8), H100)
+
+    assert collective_time("all_reduce", 1e9, Group(8), H100) == pytest.approx(2 * gather)
+    assert gather == pytest.approx(7 / 8 * 1e9 / (450e9 * H100.intra_share), rel=0.02)
+
+
+def test_groups_that_leave_a_node_use_its_network_cards_together():
+    apart = collective_time("all_gather", 1e9, Group(16, 8), H100)
+    dense = collective_time("all_gather", 1e9, Group(16, 1), H100)
+
+    assert apart > 6 * dense
+    assert collective_time("all_gather", 1e9, Group(1), H100) == 0.0
+
+
+def test_collectives_are_priced_on_the_group_they_join():
+    op = Op("all_reduce", "memory", "bfloat16", 0, 1e9, 0, group="tensor")
+
+    assert op_time(op, H100, Layout(tensor=8)) == collective_time("all_reduce", 1e9, Group(8), H100)
+
+
+@pytest.mark.parametrize("layout", [{"sharding": 4}, {"expert": 3, "data": 4}])
+def test_layouts_that_make_no_sense_are_refused(layout):
+    with pytest.raises(PlanError, match=r"from 0 to 3|do not divide"):
+        Layout(**layout)

@@ -129,18 +129,28 @@ def _limit(value: Any, dtype: torch.dtype) -> str | None:
 
 def keeps_parameter_dtype(module: nn.Module, facts: Facts, node: fx.Node) -> bool:
     """Say whether a value has the dtype of the parameters, whatever autocast does."""
-    if node.op == "call_module":
-        return isinstance(module.get_submodule(str(node.target)), nn.Embedding)
-    if node.op not in ("call_method", "call_function") or facts[node].ambient != Ambient():
-        return False
-    inputs = [n for n in node.all_input_nodes if facts.has_gradient(n)]
-    name = function_name(node)
-    is_heavy = any(word in name for word in HEAVY) or name in ("to", "float", "half", "bfloat16")
-    return (
-        bool(inputs)
-        and not is_heavy
-        and all(keeps_parameter_dtype(module, facts, n) for n in inputs)
-    )
+    seen: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if current.op == "call_module":
+            if not isinstance(module.get_submodule(str(current.target)), nn.Embedding):
+                return False
+            continue
+        if current.op not in ("call_method", "call_function"):
+            return False
+        if facts[current].ambient != Ambient():
+            return False
+        name = function_name(current)
+        inputs = [n for n in current.all_input_nodes if facts.has_gradient(n)]
+        casts = name in ("to", "float", "half", "bfloat16")
+        if not inputs or casts or any(word in name for word in HEAVY):
+            return False
+        stack.extend(inputs)
+    return True
 
 
 def function_name(node: fx.Node) -> str:

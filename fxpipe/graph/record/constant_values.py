@@ -63,6 +63,8 @@ class _Made:
     func: Any
     args: Any
     kwargs: Any
+    sources: tuple[int, ...]
+    is_random: bool
 
 
 class Decisions:
@@ -82,47 +84,53 @@ class Decisions:
             return
         if not _is_small(output):
             return
+        sources: list[int] = []
         for _, leaf in walk((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in self._made:
                     return
+                sources.append(id(leaf))
             elif isinstance(leaf, SYMBOLIC):
                 return
-        self._made[id(output)] = _Made(output, func, args, kwargs)
+        is_random = _name(func) in RANDOM or any(self._made[key].is_random for key in sources)
+        self._made.pop(id(output), None)
+        self._made[id(output)] = _Made(output, func, args, kwargs, tuple(sources), is_random)
 
     def settled(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the one value that a tensor always has, in a list; empty if there is none."""
         if id(tensor) not in self._made:
             return []
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            is_random = self._is_random(tensor)
+            is_random = self._made[id(tensor)].is_random
             ends: list[float | None] = [0.0, 1.0 - 2**-24] if is_random else []
             draws: list[float | None] = [None] * (_DRAWS if is_random else 1)
             try:
-                found = [self._compute(tensor, end, {}) for end in (*ends, *draws)]
+                found = [self._compute(tensor, end) for end in (*ends, *draws)]
             except Exception:
                 return []
         return found[:1] if all(torch.equal(value, found[0]) for value in found) else []
 
-    def _is_random(self, tensor: torch.Tensor) -> bool:
-        made = self._made[id(tensor)]
-        inside = [leaf for _, leaf in walk((made.args, made.kwargs))]
-        return _name(made.func) in RANDOM or any(
-            self._is_random(leaf) for leaf in inside if isinstance(leaf, torch.Tensor)
-        )
+    def _compute(self, tensor: torch.Tensor, end: float | None) -> Any:
+        """Return a tensor's value, with all uniform draws at one end of their range."""
+        needed: set[int] = set()
+        stack = [id(tensor)]
+        while stack:
+            current = stack.pop()
+            if current not in needed:
+                needed.add(current)
+                stack.extend(self._made[current].sources)
+        done: dict[int, Any] = {}
 
-    def _compute(self, tensor: torch.Tensor, end: float | None, done: dict[int, Any]) -> Any:
-        if id(tensor) not in done:
-            made = self._made[id(tensor)]
+        def real(leaf: Any) -> Any:
+            return done[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
 
-            def real(leaf: Any) -> Any:
-                return self._compute(leaf, end, done) if isinstance(leaf, torch.Tensor) else leaf
-
-            kwargs = {key: value for key, value in made.kwargs.items() if key != "device"}
-            value = made.func(*map_leaves(real, made.args), **map_leaves(real, kwargs))
-            if end is not None and _name(made.func) in _UNIFORM:
-                value.fill_(end)
-            done[id(tensor)] = value
+        for current, made in self._made.items():  # in the order they were made
+            if current in needed:
+                kwargs = {key: value for key, value in made.kwargs.items() if key != "device"}
+                value = made.func(*map_leaves(real, made.args), **map_leaves(real, kwargs))
+                if end is not None and _name(made.func) in _UNIFORM:
+                    value.fill_(end)
+                done[current] = value
         return done[id(tensor)]
 
 

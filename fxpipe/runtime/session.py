@@ -107,7 +107,7 @@ class Session:
         )
         for index, sync in syncs.items():
             expect_collectives(sync, lowered, index)
-            sync.begin()
+            sync.begin(self.options.timeout)
             sync.give_up(message)
             sync.end()
         self._gave_up = list(syncs.values())  # until the others have heard it

@@ -91,7 +91,7 @@ class StepRun:
         self.control.begin(self._status)
         try:
             for sync in syncs:
-                sync.begin()
+                sync.begin(self.session.options.timeout, None if stash is None else stash.earlier)
             with torch.set_grad_enabled(self.trains):
                 failure = self._work()
             scale = self._confirm(failure)

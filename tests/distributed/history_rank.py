@@ -5,6 +5,7 @@ loss, outputs, gradients and parameters with the plain copy, which takes part in
 only if the call succeeded.
 """
 
+import contextlib
 import copy
 import os
 import signal
@@ -503,12 +504,14 @@ def play(world_rank: int, history: History) -> list[Record] | None:
     store = dist.distributed_c10d._get_default_store()
     if world_rank not in history.ranks:
         deaths = sum(c.event is not None and "kill" in c.event.kind for c in history.calls)
-        while store.add("done", 0) < len(history.ranks) - deaths:  # this rank may hold the store
-            time.sleep(0.05)
+        with contextlib.suppress(RuntimeError):
+            while store.add("done", 0) < len(history.ranks) - deaths:  # it may be this rank's store
+                time.sleep(0.05)
         return None
     rank = Rank(history, history.ranks.index(world_rank), group)
     records = [rank.make(call) for call in history.calls]
-    store.add("done", 1)
+    with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
+        store.add("done", 1)
     return records
 
 

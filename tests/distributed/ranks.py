@@ -63,7 +63,7 @@ def answers_of_ranks(
     deadline = time.monotonic() + limit
     answers = [_answer(process, pipe, deadline, limit) for process, pipe in workers]
     for place, (is_ok, text) in enumerate(answers):
-        if not is_ok and "did not" in text:
+        if not is_ok and text.startswith("did not"):
             process, pipe = _POOL[place]
             if process.is_alive():
                 _show_stacks(process)

@@ -1,5 +1,8 @@
 """Pipelines side by side: DDP and FSDP2 stages average over the replicas in every schedule."""
 
+import contextlib
+import copy
+import datetime
 import time
 
 import pytest
@@ -8,7 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class, pipeline
+from fxpipe import (
+    InputError,
+    PipelineStage,
+    RemoteStageError,
+    Schedule1F1B,
+    get_schedule_class,
+    pipeline,
+)
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
@@ -66,6 +76,82 @@ def plain(name: str) -> str:
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_ddp_stages_average_over_replicas(schedule: str) -> None:
     run_on_ranks(4, two_by_two, schedule, "ddp")
+
+
+class Counted(nn.Module):
+    """A layer whose buffer depends on the rows that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.register_buffer("seen", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return torch.tanh(self.linear(x))
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - target).pow(2).sum(), target.numel()
+
+
+def accumulate_without_sync(rank: int, case: str) -> None:
+    """A step under no_sync(), then one that averages both; buffers are the first replica's."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [Counted(), Counted()]
+    if case == "tied":
+        modules[1].linear.weight = modules[0].linear.weight
+    reference = copy.deepcopy(modules)
+    wrapped = wrap(modules[place], "ddp", dp[place])
+    made = Schedule1F1B(
+        [PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])],
+        4,
+        loss_fn=weighted if case == "pair" else mse,
+        tied=[[(0, "linear.weight"), (1, "linear.weight")]] if case == "tied" else [],
+    )
+    batches = [(rand(16, 8, seed=s), rand(16, 8, seed=s + 10)) for s in (1, 2, 3)]
+    rows = slice(8 * replica, 8 * replica + 8)
+    for i, (x, y) in enumerate(batches):
+        with wrapped.no_sync() if i < 2 else contextlib.nullcontext():
+            made.step(x[rows], target=y[rows])
+        mse(reference[1](reference[0](x)), y).backward()
+
+    for p, q in zip(wrapped.parameters(), reference[place].parameters(), strict=True):
+        assert_close(p.grad, q.grad, f"{case} gradient")
+    first = torch.zeros(8, dtype=torch.float64)
+    for x, _ in batches:
+        half = x[:8]
+        first += (half if place == 0 else reference[0](half).detach()).sum(0)
+    assert_close(wrapped.module.seen, first, "buffer")
+
+
+@pytest.mark.parametrize("case", ["plain", "tied", "pair"])
+def test_steps_without_sync_are_averaged_by_the_next_one(case: str) -> None:
+    run_on_ranks(4, accumulate_without_sync, case)
+
+
+def late_replica(rank: int) -> None:
+    # What is never answered keeps the group, and with it this process, until its own time-out.
+    world = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    wrapped = wrap(blocks(1)[0], "ddp", world)
+    stage = PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])
+    made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=1.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    if rank == 1:
+        time.sleep(3.0)
+    with pytest.raises(RemoteStageError, match="did not answer"):
+        made.step(rand(8, 8), target=rand(8, 8))
+    with pytest.raises(RemoteStageError, match=r"did not answer .* in an earlier step"):
+        made.step(rand(8, 8), target=rand(8, 8))
+
+
+def test_a_replica_that_is_late_is_not_waited_for_longer_than_the_timeout() -> None:
+    run_on_ranks(2, late_replica)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])

@@ -27,7 +27,8 @@ from fxpipe.runtime.agree.interfaces import (
 )
 from fxpipe.runtime.agree.peers import Peers
 from fxpipe.runtime.agree.request import Call, Chunks, Options, Route, StepPlan, split_call
-from fxpipe.runtime.parameters.sync import NoSync, expect_collectives, gathered_dtypes, grad_sync
+from fxpipe.runtime.parameters.fsdp import gathered_dtypes
+from fxpipe.runtime.parameters.sync import NoSync, expect_collectives, grad_sync
 from fxpipe.runtime.stage.boundary import skeleton_of
 from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Stage, TracedFront

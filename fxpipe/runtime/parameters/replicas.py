@@ -3,11 +3,17 @@
 Replicas meet in collectives only: one that never comes leaves the others waiting until their
 time-out. So each collective of a stage is preceded by a small exchange, in which every
 replica says whether it goes on. One that has failed says so once for each exchange it still
-owes, without waiting for an answer; the others raise, and their own pipelines with them.
+owes, and why, without waiting for an answer; the others raise, and their own pipelines with
+them. An exchange is one all-reduce of a few bytes; the words follow only after a failure.
+
+A replica that does not answer in time is an error for good: nobody knows which exchange it
+would answer later.
 """
 
 from __future__ import annotations
 
+import datetime
+import time
 from collections.abc import Sequence
 
 import torch
@@ -24,44 +30,90 @@ _BYTES = 512  # of what one replica says: two for the length of its message, the
 class Replicas:
     """The replicas of one stage, on this rank.
 
-    `owes` is how many exchanges a step has; `begin` starts the count.
+    `owes` is how many exchanges a step has, `flags` how many bits each carries; `begin`
+    starts the count.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = [_on_cpu(group) for group in groups if group.size() > 1]
+        distinct = list({id(group): group for group in groups}.values())
+        self._groups = [_on_cpu(group) for group in distinct if group.size() > 1]
         self._left = 0
-        self._said: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+        self._flags = 0
+        self._until = 0.0
+        self._seconds = 0.0
+        self._silent = ""
+        self._said: list[tuple[dist.Work, object]] = []
         self.owes = 1
 
-    def begin(self) -> None:
-        self._left = self.owes
-        self._said = [said for said in self._said if not said[0].is_completed()]
-
-    def check(self) -> None:
-        """Before a collective: go on if all replicas do.
+    def begin(self, seconds: float, flags: int = 0) -> None:
+        """A step begins, in which nobody waits for longer than so many seconds.
 
         Raises:
-            RemoteStageError: one of them has failed.
+            RemoteStageError: a replica was silent in an earlier step.
+        """
+        if self._silent:
+            raise RemoteStageError(f"{self._silent} in an earlier step; make the groups anew")
+        self._left, self._flags = self.owes, flags
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._said = [said for said in self._said if not said[0].is_completed()]
+
+    def check(self, flags: Sequence[bool] = ()) -> list[bool]:
+        """Before a collective: go on if all replicas do. Which flags any replica has set.
+
+        Raises:
+            RemoteStageError: one of them has failed, or does not answer.
         """
         self._left -= 1
-        message = ""
+        found = torch.tensor([False, *flags], dtype=torch.uint8, device="cpu")
         for group in self._groups:
-            found = [torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(group.size())]
-            dist.all_gather(found, _written(message), group=group)
-            message = message or next(filter(None, map(_read, found)), "")
-        if message:
-            raise RemoteStageError(f"a data-parallel replica of this stage failed: {message}")
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group, async_op=True)
+            self.wait(work)
+            if found[0]:
+                raise RemoteStageError(
+                    f"a data-parallel replica of this stage failed: {self._words(group)}"
+                )
+        return [bool(flag) for flag in found[1:].tolist()]
+
+    def _words(self, group: dist.ProcessGroup) -> str:
+        said = [torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
+        self.wait(dist.all_gather(said, _written(""), group=group, async_op=True))
+        return next(filter(None, map(_read, said)), "it left no message")
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective of the replicas, at most until the step's deadline.
+
+        Raises:
+            RemoteStageError: one of them does not answer.
+        """
+        assert work is not None
+        left = max(self._until - time.monotonic(), 0.01)
+        try:
+            work.wait(datetime.timedelta(seconds=left))
+        except RuntimeError as error:
+            silent = f"a data-parallel replica of this stage did not answer: {error}"
+            if time.monotonic() >= self._until - 0.1:
+                silent = (
+                    "a data-parallel replica of this stage did not answer within "
+                    f"{self._seconds:g} s"
+                )
+            self._silent, self._left = silent, 0
+            raise RemoteStageError(silent) from error
 
     def give_up(self, message: str) -> None:
         """This replica has failed: say so wherever the others wait for it in this step."""
         for _ in range(self._left):
             for group in self._groups:
+                failed = torch.zeros(1 + self._flags, dtype=torch.uint8, device="cpu")
+                failed[0] = 1
+                self._say(dist.all_reduce(failed, dist.ReduceOp.MAX, group, True), failed)
                 mine = _written(message or "unknown")
-                found = [torch.zeros_like(mine) for _ in range(group.size())]
-                work = dist.all_gather(found, mine, group=group, async_op=True)
-                assert work is not None
-                self._said.append((work, mine, found))  # kept until it has been heard
+                said = [torch.zeros_like(mine) for _ in range(group.size())]
+                self._say(dist.all_gather(said, mine, group, True), (mine, said))
         self._left = 0
+
+    def _say(self, work: dist.Work | None, memory: object) -> None:
+        assert work is not None
+        self._said.append((work, memory))  # kept until it has been heard
 
 
 def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -124,11 +124,16 @@ def reduce(groups: Sequence[TiedGroup], rank: int, transport: Transport, phase: 
 
 
 class GradStash:
-    """Put existing gradients aside for a step, so that what it adds can be told apart."""
+    """Put existing gradients aside for a step, so that what it adds can be told apart.
+
+    `earlier` holds them. Who averages them puts the average there, as a new tensor.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._before = [p.grad for p in self._parameters]
+        pairs = zip(self._parameters, self._before, strict=True)
+        self.earlier = {p: before for p, before in pairs if before is not None}
         for p in self._parameters:
             p.grad = None
 
@@ -138,12 +143,17 @@ class GradStash:
             fresh = p.grad
             if fresh is not None and scale is not None:
                 fresh.mul_(scale)
-            if before is not None:
+            earlier = self.earlier.get(p)
+            if before is not None and earlier is not None and earlier is not before:
+                before.copy_(earlier)
+                earlier = before
+            if earlier is not None:
                 if fresh is not None:
-                    before.add_(fresh)
-                p.grad = before
+                    earlier.add_(fresh)
+                p.grad = earlier
         self._before = []
         self._parameters = []
+        self.earlier = {}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

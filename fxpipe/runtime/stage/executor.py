@@ -118,8 +118,10 @@ class Executor:
             runner.clear()
 
     def finish(self) -> None:
-        """Wait until all that was sent has been read."""
+        """Wait until all that was sent has been read, and all gradients are averaged."""
         self._transport.finish()
+        for runner in self._runners.values():
+            runner.sync.finish()
         self._sent.clear()
 
     def drain(self, lost: int | None = None) -> None:

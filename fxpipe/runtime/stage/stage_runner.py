@@ -106,6 +106,7 @@ class StageRunner:
     def forward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
         step, wiring = self._step, self._wiring[microbatch]
         assert step is not None
+        self.sync.ready()
         received: Sequence[torch.Tensor] = [arrived[edge][place] for edge, place in wiring.arrival]
         arrived.clear()
         slots: Slots | None = None
@@ -197,6 +198,7 @@ class StageRunner:
     def _backward(
         self, microbatch: int, arrived: list[Tensors]
     ) -> tuple[list[Tensors], Callable[[], object]]:
+        self.sync.ready()
         residual = self._residuals.pop(microbatch)
         step, wiring = self._step, self._wiring[microbatch]
         assert step is not None

@@ -1,0 +1,176 @@
+"""Average the gradients of a stage that is wrapped in DistributedDataParallel.
+
+Its own hooks expect one whole backward per reduction, which split backwards do not give; so
+they are kept silent. As in DDP itself:
+
+- all of `.grad` is averaged, also what steps under `no_sync()` have left there;
+- the buffers of the first replica are given to the others after a step that averages
+  (DDP: before the next forward), unless `broadcast_buffers=False`.
+
+Buckets are reduced while the rest of the pipeline still works. Limit: communication hooks
+(`register_comm_hook`) are not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fxpipe.runtime.parameters.replicas import Replicas
+
+__all__ = ["DdpSync"]
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Some tensors on their way through one all-reduce, and where the result goes."""
+
+    flat: torch.Tensor
+    work: dist.Work
+    targets: list[torch.Tensor]
+    size: int
+
+    def give_back(self) -> None:
+        self.flat.div_(self.size)
+        parts = torch.split_with_sizes(self.flat, [target.numel() for target in self.targets])
+        for target, part in zip(self.targets, parts, strict=True):
+            target.copy_(part.view_as(target))
+
+
+class DdpSync:
+    """The stage is wrapped in DistributedDataParallel."""
+
+    is_sharded = False
+
+    def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
+        self._modules = modules
+        self._before = [module.require_backward_grad_sync for module in modules]
+        self._replicas = Replicas([module.process_group for module in modules])
+        self._averaged: list[DistributedDataParallel] = []
+        self._parameters: list[list[nn.Parameter]] = []
+        self._earlier: MutableMapping[nn.Parameter, torch.Tensor] = {}
+        self._open: list[_Bucket] = []
+        self._silence()
+
+    def _silence(self) -> None:
+        # The constructor has given everybody the first replica's values.
+        for module in self._modules:
+            module.require_forward_param_sync = False
+
+    def expect(self, unshards: int, reductions: int) -> None:
+        self._replicas.owes = reductions
+
+    def begin(
+        self, seconds: float, earlier: MutableMapping[nn.Parameter, torch.Tensor] | None = None
+    ) -> None:
+        self._earlier = {} if earlier is None else earlier
+        self._before = [module.require_backward_grad_sync for module in self._modules]
+        # Under no_sync() a module takes no part.
+        self._averaged = [m for m, is_on in zip(self._modules, self._before, strict=True) if is_on]
+        self._parameters = [[p for p in m.parameters() if p.requires_grad] for m in self._averaged]
+        if self._averaged:
+            self._replicas.begin(seconds, flags=2 * sum(map(len, self._parameters)))
+        for module in self._modules:
+            module.require_backward_grad_sync = False
+        self._silence()
+
+    def unshard(self) -> None: ...
+
+    def ready(self) -> None: ...
+
+    def reshard(self) -> None: ...
+
+    def reduce(self) -> None:
+        if not self._averaged:
+            return
+        every = [p for some in self._parameters for p in some]
+        mine = [*(p.grad is not None for p in every), *(p in self._earlier for p in every)]
+        used = self._replicas.check(mine)
+        fresh = {p for p, is_used in zip(every, used, strict=False) if is_used}
+        old = {p for p, is_used in zip(every, used[len(every) :], strict=True) if is_used}
+        for module, some in zip(self._averaged, self._parameters, strict=True):
+            group = module.process_group
+            if group.size() == 1:
+                continue
+            tensors = [_gradient(p) for p in some if p in fresh]
+            tensors += [self._earlier_of(p) for p in some if p in old]
+            self._open += _averages(tensors, group)
+            _broadcast_buffers(module, group)
+
+    def _earlier_of(self, p: nn.Parameter) -> torch.Tensor:
+        """A copy to average: a step that fails leaves the gradient itself as it was."""
+        found = self._earlier.get(p)
+        self._earlier[p] = torch.zeros_like(p) if found is None else found.clone()
+        return self._earlier[p]
+
+    def finish(self) -> None:
+        for bucket in self._open:
+            self._replicas.wait(bucket.work)
+            bucket.give_back()
+        self._open.clear()
+
+    def give_up(self, message: str) -> None:
+        self._replicas.give_up(message)
+
+    def end(self) -> None:
+        self._open.clear()
+        self._earlier = {}
+        for module, before in zip(self._modules, self._before, strict=True):
+            module.require_backward_grad_sync = before
+
+
+def _gradient(p: nn.Parameter) -> torch.Tensor:
+    """`.grad`; zero where only another replica has used the parameter."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return p.grad
+
+
+def _averages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list[_Bucket]:
+    """Start to average tensors over the group, in buckets of equal dtype, in one fixed order."""
+    made = []
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        made.append(_Bucket(flat, work, bucket, group.size()))
+    return made
+
+
+def _broadcast_buffers(module: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    if not module.broadcast_buffers:
+        return
+    ignored = set(module.parameters_to_ignore)
+    named = module.module.named_buffers()
+    buffers = [buffer.detach() for name, buffer in named if name not in ignored]
+    first = dist.get_global_rank(group, 0)
+    for bucket in _buckets(buffers):
+        flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
+        dist.broadcast(flat, first, group=group)
+        if group.rank() == 0:
+            continue
+        parts = torch.split_with_sizes(flat, [buffer.numel() for buffer in bucket])
+        for buffer, part in zip(bucket, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+def _buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    buckets: list[list[torch.Tensor]] = []
+    room: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        key = (tensor.dtype, tensor.device)
+        bucket, left = room.get(key, ([], 0))
+        if left < bytes_:
+            bucket, left = [], BUCKET_BYTES
+            buckets.append(bucket)
+        bucket.append(tensor)
+        room[key] = (bucket, left - bytes_)
+    return buckets

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from fxpipe import logs
 from fxpipe.cli import schedule as schedule_commands
+from fxpipe.cli.check import check, check_examples
 from fxpipe.cli.demo import demo, demo_examples
 from fxpipe.cli.doctor import doctor, doctor_examples
 from fxpipe.cli.output import print_error
@@ -108,6 +109,7 @@ def _main(
 app.command(epilog=demo_examples)(demo)
 app.command(epilog=trace_examples)(trace)
 app.command(epilog=draw_examples)(draw)
+app.command(epilog=check_examples)(check)
 app.command(epilog=plan_examples)(plan)
 app.command(epilog=simulate_examples)(simulate)
 app.add_typer(schedule_commands.app, name="schedule")

@@ -22,6 +22,7 @@ import torch
 
 from fxpipe.errors import InputError, SplitError
 from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.check.report import CheckReport
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.inputs import InputSignature, InputSize
@@ -48,6 +49,8 @@ class PipeInfo:
     """For each stage the values that it computes again instead of receiving them."""
     example_sizes: Mapping[str, int] = field(default_factory=dict)
     """What the size symbols were in the traced call."""
+    check: CheckReport = field(default=CheckReport(), compare=False)
+    """What was compared with the plain model, and what was not."""
 
     @property
     def num_stages(self) -> int:

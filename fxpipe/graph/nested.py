@@ -219,7 +219,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
 def closed_over(function: Any) -> tuple[Any, ...]:
     """Return what a function closes over; a name that has no value yet is left out."""
     found = []
-    for cell in function.__closure__ or ():
+    for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):
             found.append(cell.cell_contents)
     return tuple(found)

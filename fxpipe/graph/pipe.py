@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -12,9 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import FxpipeError, SplitError
+from fxpipe.errors import FxpipeError, InputError, SplitError, TraceError
 from fxpipe.graph.capture.capture import TracedGraph, capture
 from fxpipe.graph.capture.opening import ancestors, choose_opened
+from fxpipe.graph.check.check import Checkable, check_runs
+from fxpipe.graph.check.report import Budget, CheckReport, read_budget
+from fxpipe.graph.check.smaller import check_same_decisions
+from fxpipe.graph.check.variants import all_variants, few_variants
 from fxpipe.graph.cut.cut import Assignment, by_markers, cut
 from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
 from fxpipe.graph.facts import Facts
@@ -25,7 +30,7 @@ from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interf
 from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
 from fxpipe.graph.pipe_text import readable, table
 
-__all__ = ["Pipe", "PipeInfo", "Stage", "pipeline"]
+__all__ = ["Pipe", "PipeInfo", "Stage", "check_pipe", "pipeline"]
 
 Policy = Callable[[TracedGraph], Assignment]
 
@@ -89,6 +94,9 @@ class Pipe:
     def tied(self) -> tuple[Tied, ...]:
         return self._info.tied
 
+    def _checked(self, report: CheckReport) -> None:
+        self._info = dataclasses.replace(self._info, check=report)
+
     def info(self) -> PipeInfo:
         """Return everything about the split except the modules."""
         return self._info
@@ -151,16 +159,19 @@ class Pipe:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in series; the output is the model's."""
+        return self._run([stage.module for stage in self.stages], args, kwargs)
+
+    def _run(
+        self, stages: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         named = self._info.name_inputs(args, kwargs)
         self._info.inputs.bind(named)
         values: dict[tuple[int, str], torch.Tensor] = {}
         result: Any = None
-        for stage in self.stages:
+        for stage, run in zip(self.stages, stages, strict=True):
             interface = stage.interface
             received = [values[r.source_stage, r.port.name] for r in interface.received]
-            result = stage.module(
-                *received, **{name: named[name] for name in interface.model_inputs}
-            )
+            result = run(*received, **{name: named[name] for name in interface.model_inputs})
             if len(interface.sent) == 1:
                 values[stage.index, interface.sent[0].port.name] = result
             else:
@@ -181,6 +192,8 @@ def pipeline(
     num_stages: int | None = None,
     dynamic_shapes: Any = None,
     granularity: str = "module",
+    check: str | bool | Budget = "auto",
+    check_with: tuple[Any, ...] | None = None,
 ) -> Pipe:
     """Split a model into stages.
 
@@ -192,31 +205,93 @@ def pipeline(
     model allows), "batch" (dimension 0 of every tensor), `{"batch": 0, "sequence": 1}`,
     or what `torch.export` takes; `info().input_sizes` tells what came of it.
 
+    `check` compares the stages with the model on real tensors, in both modes and at other
+    sizes: "auto" as far as a `Budget` of 2 s and 1 GB goes, True without a limit, False not
+    at all; `info().check` tells what was compared. `check_with=(small_model, args)`, or with
+    keyword inputs as third, lets a small model of the same code run instead.
+
     Raises:
         SplitError: the request does not fit the model.
-        TraceError: code that had to be opened cannot be captured.
+        TraceError: code that had to be opened cannot be captured, or the stages do not do
+            what the model does.
     """
     _check_one_way(split_spec, split_policy, num_stages)
+    budget = read_budget(check)
     spec = dict(split_spec) if split_spec is not None else annotations_of(module)
     check_split_spec(module, spec)
     policy = _policy(split_policy, num_stages)
     opened = _opened(module, spec, policy, granularity)
+    call = (tuple(mb_args), dict(mb_kwargs or {}))
 
-    def split(follows_example: bool) -> Pipe:
+    def split(follows_example: bool) -> tuple[Pipe, TracedGraph]:
         traced = capture(
-            module, mb_args, mb_kwargs, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
+            module, *call, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
             follows_example=follows_example,
         )  # fmt: skip
-        return Pipe(traced, policy(traced))
+        return Pipe(traced, policy(traced)), traced
 
     try:
-        return split(follows_example=False)
+        pipe, traced = split(follows_example=False)
     except UnknownSizeError as error:
         unknown = error
-    try:
-        return split(follows_example=True)
-    except FxpipeError:
-        raise unknown from None
+        try:
+            pipe, traced = split(follows_example=True)
+        except FxpipeError:
+            raise unknown from None
+    if check_with is not None:
+        pipe._checked(_check_by(check_with, pipe, traced, spec, granularity, budget))
+    elif budget is not None:
+        pipe._checked(check_pipe(pipe, module, *call, budget=budget))
+    if check is True and not pipe.info().check.is_checked:
+        raise TraceError(f"check=True, but {pipe.info().check}")
+    return pipe
+
+
+def check_pipe(
+    pipe: Pipe,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    budget: Budget,
+    at_length: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> CheckReport:
+    """Compare a pipe with the model it was made of; `at_length` in every combination.
+
+    Raises:
+        TraceError: they differ.
+    """
+    info = pipe.info()
+    stages = tuple(stage.module for stage in pipe.stages)
+    choose = all_variants if at_length else few_variants
+    variants = choose((args, kwargs), info.inputs, info.example_sizes, module.training)
+    subject = Checkable(module, stages, pipe._run, tuple(s.facts for s in pipe.stages))
+    return check_runs(subject, (args, kwargs), variants, budget, progress)
+
+
+def _check_by(
+    given: tuple[Any, ...],
+    pipe: Pipe,
+    traced: TracedGraph,
+    spec: Mapping[str, SplitPoint],
+    granularity: str,
+    budget: Budget | None,
+) -> CheckReport:
+    """Check a small model of the same code in place of the traced one."""
+    if len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
+        raise InputError("check_with must be (small_model, args) or (small_model, args, kwargs)")
+    small, args, kwargs = given[0], tuple(given[1]), dict(given[2] if len(given) == 3 else {})
+    names = {name for name, _ in small.named_modules()}
+    here = {name: point for name, point in spec.items() if name in names}
+    policy = by_markers if spec and here == dict(spec) else _policy(None, pipe.num_stages)
+    opened = {name for name in traced.opened if name in names}
+    found = capture(small, args, kwargs, opened=opened, splits=here)
+    check_same_decisions(traced, found)
+    report = check_pipe(Pipe(found, policy(found)), small, args, kwargs, budget=budget or Budget())
+    return dataclasses.replace(
+        report, equal=tuple(f"{name} (of the small model)" for name in report.equal)
+    )
 
 
 def _check_one_way(spec: Any, policy: Any, num_stages: int | None) -> None:

@@ -117,6 +117,7 @@ def _notes(info: PipeInfo) -> list[str]:
         lines.append(
             "static: " + ", ".join(f"{s.input} dimension {s.dim} = {s.size}" for s in static)
         )
+    lines += info.check.lines()
     return lines if len(lines) > 1 else []
 
 

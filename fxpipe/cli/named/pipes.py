@@ -67,7 +67,12 @@ def trace_model(
 
 
 def split_pipe(
-    module: Any, example: Inputs, *, num_stages: int | None, split: Sequence[str]
+    module: Any,
+    example: Inputs,
+    *,
+    num_stages: int | None,
+    split: Sequence[str],
+    check: str | bool = "auto",
 ) -> Pipe:
     """Split at the named modules, else into equal stages, else at the model's own markers.
 
@@ -76,8 +81,9 @@ def split_pipe(
     """
     args, kwargs = example
     if not split:
-        return pipeline(module, args, kwargs, num_stages=num_stages)
-    pipe = pipeline(module, args, kwargs, split_spec=dict.fromkeys(split, SplitPoint.BEGINNING))
+        return pipeline(module, args, kwargs, num_stages=num_stages, check=check)
+    spec = dict.fromkeys(split, SplitPoint.BEGINNING)
+    pipe = pipeline(module, args, kwargs, split_spec=spec, check=check)
     if num_stages is not None and pipe.num_stages != num_stages:
         raise InputError(
             f"--split {','.join(split)} makes {pipe.num_stages} stages, but {num_stages} are needed"

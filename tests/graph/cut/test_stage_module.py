@@ -66,7 +66,7 @@ def test_global_hooks_fire_for_whole_modules_only() -> None:
     )
     try:
         with pytest.warns(UserWarning, match="body, the model itself"):
-            pipe = pipeline(Net(), (X,), split_spec=SPEC)
+            pipe = pipeline(Net(), (X,), split_spec=SPEC, check=False)
         assert fired == []
         pipe(X)
     finally:

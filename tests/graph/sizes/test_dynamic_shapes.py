@@ -165,7 +165,7 @@ def test_what_the_model_fixes_is_an_error_with_the_line() -> None:
 
     message = str(caught.value)
     assert "x dimension 1 (sequence) is always 6" in message
-    assert re.search(r"test_dynamic\.py:\d+: return self\.b\(x\)\.view\(-1, 6, 8\)", message)
+    assert re.search(r"test_dynamic_shapes\.py:\d+: return self\.b\(x\)\.view\(-1, 6, 8\)", message)
     assert "x dimension 0" not in message
     assert model.__dict__ == before
 

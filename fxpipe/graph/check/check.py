@@ -1,0 +1,216 @@
+"""Compare a pipe with its model: run both, in several ways, and let nothing differ.
+
+In:  the model, the stages and how to run them, the example call.
+Out: a `CheckReport` of what was equal and what was not looked at; or a `TraceError` that
+     names the first value that differs and the line that made it.
+
+Each run of the plain model is followed by one of the pipe with the same inputs, seed and
+modes. Runs are left out when the budget of time is used up. A plain model that differs
+from itself, run twice with one seed, is not blamed on the pipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.graph.check.blame import Blamed, Notes, blame, note_plain, note_stages
+from fxpipe.graph.check.compare import Difference, first_difference, noted_differences
+from fxpipe.graph.check.outcome import Outcome, Subject
+from fxpipe.graph.check.report import Budget, CheckReport, not_checked
+from fxpipe.graph.check.variants import Call, Variant
+from fxpipe.graph.facts import Facts
+from fxpipe.graph.nested import walk
+
+__all__ = ["Checkable", "check_runs", "why_not"]
+
+_log = logging.getLogger(__name__)
+Run = Callable[[Sequence[Callable[..., Any]], tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Checkable:
+    """A model, its stages, and how to run them one after the other."""
+
+    module: nn.Module
+    stages: tuple[fx.GraphModule, ...]
+    run_stages: Run
+    facts: tuple[Facts, ...]
+
+
+def why_not(module: nn.Module, call: Call, budget: Budget) -> str:
+    """Say why a model cannot be run for a check; empty if it can."""
+    state = [*module.parameters(), *module.buffers()]
+    inputs = [leaf for _, leaf in walk(call) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*state, *inputs)):
+        return "tensors without data; give check_with=(small_model, args) of the same code"
+    if any(hasattr(tensor, "_local_tensor") for tensor in state):
+        return "the parameters are sharded"
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        return "SyncBatchNorm communicates while it runs"
+    trained = sum(t.nbytes for t in state if t.requires_grad)
+    needed = sum(t.nbytes for t in state) + 2 * trained + 4 * sum(t.nbytes for t in inputs)
+    if needed > budget.memory:
+        return f"it needs {needed / 1e9:.1f} GB beside the model, the budget is " + (
+            f"{budget.memory / 1e9:.1f} GB; check=True checks all the same"
+        )
+    return ""
+
+
+def check_runs(
+    subject: Checkable,
+    call: Call,
+    variants: Iterable[list[Variant]],
+    budget: Budget,
+    progress: Callable[[str], None] | None = None,
+) -> CheckReport:
+    """Run the variants and compare; see the module's docstring.
+
+    Raises:
+        TraceError: the pipe does not do what the model does.
+    """
+    reason = why_not(subject.module, call, budget)
+    if reason:
+        return not_checked(reason)
+    return _Check(subject, budget, progress or (lambda name: None)).run(variants)
+
+
+class _Check:
+    def __init__(self, subject: Checkable, budget: Budget, progress: Callable[[str], None]) -> None:
+        self._subject = subject
+        self._start = time.perf_counter()
+        self._budget = budget
+        self._runs = Subject(subject.module, subject.stages)
+        self._progress = progress
+        self._equal: list[str] = []
+        self._refused: list[str] = []
+        self._left_out: list[str] = []
+        self._noted: dict[str, None] = {}
+        self._longest = 0.0
+
+    def run(self, variants: Iterable[list[Variant]]) -> CheckReport:
+        for alternatives in variants:
+            if self._is_used_up(alternatives[0]):
+                continue
+            self._first_that_runs(alternatives)
+            if not self._equal and not self._refused:
+                break  # the plain model does not run the example itself
+        return CheckReport(
+            tuple(self._equal),
+            tuple(self._refused),
+            tuple(self._left_out),
+            tuple(self._noted),
+            time.perf_counter() - self._start,
+        )
+
+    def _is_used_up(self, variant: Variant) -> bool:
+        used = time.perf_counter() - self._start
+        # A backward costs twice its forward, and both models run.
+        if used + 2 * self._longest * (3 if variant.gradients else 1) <= self._budget.seconds:
+            return False
+        self._left_out.append(f"{variant.name} (the budget of {self._budget.seconds:g} s)")
+        return True
+
+    def _first_that_runs(self, alternatives: Sequence[Variant]) -> None:
+        outcome = ""
+        for variant in alternatives:
+            self._progress(variant.name)
+            outcome = self._compare(variant)
+            if not outcome:
+                self._equal.append(variant.name)
+                return
+        (self._refused if outcome.startswith("!") else self._left_out).append(outcome.lstrip("!"))
+
+    def _compare(self, variant: Variant) -> str:
+        """Run both; return why nothing could be compared, with "!" if the pipe refused."""
+        plain = self._runs.run(self._subject.module, variant)
+        if plain.error is not None and not variant.must_fail:
+            return f"{variant.name} (the plain model fails: {_first_line(plain.error)})"
+        pipe = self._runs.run(self._pipe, variant)
+        if not variant.gradients:
+            self._longest = max(self._longest, plain.seconds, pipe.seconds)
+        if plain.error is not None:
+            if pipe.error is None and self._runs.run(self._subject.module, variant).error:
+                raise TraceError(self._text(variant, self._lenient(plain.error), None))
+            return f"{variant.name} (the plain model fails: {_first_line(plain.error)})"
+        if isinstance(pipe.error, FxpipeError):
+            return f"!{variant.name}: {_first_line(pipe.error)}"
+        if pipe.error is not None:
+            text = f"the stages fail where the model runs: {_first_line(pipe.error)}"
+            raise TraceError(self._text(variant, text, None)) from pipe.error
+        return self._judge(variant, plain, pipe)
+
+    def _judge(self, variant: Variant, plain: Outcome, pipe: Outcome) -> str:
+        difference = first_difference(plain.items, pipe.items)
+        if difference is None:
+            for text in noted_differences(plain.items, pipe.items):
+                self._noted.setdefault(text)
+            return ""
+        again = self._runs.run(self._subject.module, variant)
+        own = "it fails" if again.error else first_difference(plain.items, again.items)
+        if own is not None:
+            what = own.what if isinstance(own, Difference) else own
+            return f"{variant.name} (the plain model differs from run to run: {what})"
+        raise TraceError(self._text(variant, difference.text, self._blame(variant)))
+
+    def _pipe(self, *args: Any, **kwargs: Any) -> Any:
+        return self._subject.run_stages(self._subject.stages, args, kwargs)
+
+    def _blame(self, variant: Variant) -> Blamed | None:
+        plain, stages = Notes(), Notes()
+        subject = self._subject
+        noting = note_stages(stages, subject.stages, subject.facts)
+        leaves = {
+            str(node.target): stage.get_submodule(str(node.target))
+            for stage in subject.stages
+            for node in stage.graph.nodes
+            if node.op == "call_module"
+        }
+
+        def run_plain(*args: Any, **kwargs: Any) -> Any:
+            with note_plain(plain, leaves):
+                return subject.module(*args, **kwargs)
+
+        def run_pipe(*args: Any, **kwargs: Any) -> Any:
+            return subject.run_stages(noting, args, kwargs)
+
+        forward = dataclasses.replace(variant, watches_kernels=False)
+        try:
+            self._runs.run(run_plain, forward)
+            self._runs.run(run_pipe, forward)
+            return blame(plain, stages)
+        except Exception as error:
+            _log.info("the first difference could not be found: %s", error)
+            return None
+
+    def _lenient(self, error: Exception) -> str:
+        return f"the stages run where the model fails: {_first_line(error)}"
+
+    def _text(self, variant: Variant, difference: str, blamed: Blamed | None) -> str:
+        name = type(self._subject.module).__name__
+        mode = {None: "", True: ", train()", False: ", eval()"}[variant.training]
+        lines = [
+            f"the stages do not do what {name} does: {difference}",
+            f"  run: {variant.name}{'' if mode[2:] in variant.name else mode}",
+        ]
+        lines += [f"  {blamed}"] if blamed is not None else []
+        return "\n".join(
+            [
+                *lines,
+                "keep the code that makes the difference inside a submodule that is not split; "
+                "pipeline(..., check=False) splits without this comparison",
+            ]
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

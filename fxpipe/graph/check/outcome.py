@@ -1,0 +1,351 @@
+"""One run of a model or of a pipe, and everything that can be seen of it.
+
+`Subject` holds the model and its stages as they were. Each run starts from that state and
+from the same random seed, and leaves it as it was: parameters, buffers, `.grad`, flags,
+attributes, random states. What the run returned and changed is an `Outcome`, a flat
+mapping from a name that people understand to a value.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.graph.check.compare import KERNELS
+from fxpipe.graph.check.variants import Call, Variant
+from fxpipe.graph.inputs import path_text
+from fxpipe.graph.nested import (
+    branch,
+    closed_over,
+    contents,
+    map_leaves,
+    mutable_parts,
+    snapshot,
+    walk,
+)
+from fxpipe.graph.sandbox.restore import preserved
+
+__all__ = ["Outcome", "Subject"]
+
+_SEED = 20240607
+_NOT_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run left behind, or the error that ended it."""
+
+    items: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    seconds: float = 0.0
+
+
+class Subject:
+    """A model and its stages, to run either of them without leaving a trace."""
+
+    def __init__(self, module: nn.Module, stages: Sequence[nn.Module]) -> None:
+        self.module = module
+        self._all = nn.ModuleList([module, *stages])
+        self._own = _parts((module,))
+        self._staged = _parts(stages)
+        self._state = {**_tensors(self._staged), **_tensors(self._own)}
+        self._saved = {id(t): t.detach().clone() for t in self._state.values()}
+        self._heard = _heard_by_hooks(self._all)
+        self._before = {name: _attributes(part) for name, part in self._own}
+
+    def run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
+        """Run the model, or the pipe of its stages, once."""
+        outcome = Outcome()
+        with ExitStack() as stack:
+            stack.enter_context(preserved(self._all))
+            stack.enter_context(_kept_contents(self._heard))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(variant.gradients))
+            if variant.training is not None:
+                for part in self._all.modules():
+                    part.training = variant.training
+            args, kwargs = _copied(variant.call())
+            calls: list[str] = []
+            watch = _Kernels(calls) if variant.watches_kernels else nullcontext()
+            _seed()
+            start = time.perf_counter()
+            try:
+                with watch:
+                    output = what(*args, **kwargs)
+                gradients = self._gradients(output, (args, kwargs)) if variant.gradients else {}
+            except Exception as error:
+                outcome.error = error
+                self._put_back()
+                return outcome
+            outcome.seconds = time.perf_counter() - start
+            outcome.items.update(_output_items(output))
+            outcome.items.update(_random_items())
+            outcome.items.update(gradients)
+            outcome.items.update(_input_items((args, kwargs)))
+            outcome.items.update(self._changed_state(self.module is what))
+            outcome.items.update(self._changed_attributes())
+            if variant.watches_kernels:
+                outcome.items[KERNELS] = calls
+        return outcome
+
+    def _gradients(self, output: Any, call: Call) -> dict[str, Any]:
+        total = _weighted_sum(output)
+        if total is None:
+            return {}
+        wanted: dict[str, torch.Tensor] = {
+            f"gradient of {name}": tensor
+            for name, tensor in self.module.named_parameters()
+            if tensor.requires_grad
+        }
+        for path, leaf in walk(call):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                wanted[f"gradient of input {_call_path(path)}"] = leaf
+        if not wanted:
+            return {}
+        return dict(zip(wanted, _differentiated(total, list(wanted.values())), strict=True))
+
+    def _changed_state(self, is_plain: bool) -> dict[str, Any]:
+        """Parameters and buffers that have other values now; they get back those they had."""
+        found: dict[str, Any] = {}
+        now = _tensors(self._own if is_plain else self._staged)
+        for name, tensor in now.items():
+            before = self._state.get(name)
+            same = before is not None and _equal(tensor, self._saved[id(before)])
+            if not same:
+                found[f"state {name}"] = tensor.detach().clone()
+        for name in self._state.keys() - now.keys() if is_plain else ():
+            found[f"state {name}"] = None
+        self._put_back()
+        return found
+
+    def _put_back(self) -> None:
+        with torch.no_grad():
+            for tensor in self._state.values():
+                saved = self._saved[id(tensor)]
+                if not _equal(tensor, saved):
+                    tensor.data = saved.clone() if tensor.shape != saved.shape else tensor.data
+                    tensor.copy_(saved)
+
+    def _changed_attributes(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, part in self._own:
+            before = self._before[name]
+            for key, value in vars(part).items():
+                if key in _NOT_STATE or key.endswith("_hooks"):
+                    continue
+                if key in before and before[key][0] is value:
+                    inside = before[key][1]
+                    if inside is None or inside == contents(value):
+                        continue
+                found[f"attribute {f'{name}.{key}' if name else key}"] = snapshot(value)
+        return found
+
+
+def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """The attributes of a module: each object, and what is inside it if that can change."""
+    return {
+        key: (value, contents(value) if any(True for _ in mutable_parts(value)) else None)
+        for key, value in vars(part).items()
+        if key not in _NOT_STATE and not key.endswith("_hooks")
+    }
+
+
+def _parts(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    return [found for module in modules for found in module.named_modules(remove_duplicate=False)]
+
+
+def _tensors(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}" if name else key: tensor
+        for name, part in parts
+        for held in (part._parameters, part._buffers)
+        for key, tensor in held.items()
+        if tensor is not None
+    }
+
+
+def _heard_by_hooks(module: nn.Module) -> list[Any]:
+    """The lists, dicts and sets that the user's hooks close over: they collect there."""
+    hooks = [
+        hook
+        for part in module.modules()
+        for key, held in vars(part).items()
+        if key.endswith("_hooks") and isinstance(held, dict)
+        for hook in held.values()
+    ]
+    found: list[Any] = []
+    for hook in hooks:
+        owner = getattr(hook, "__self__", None)
+        inside = [
+            *closed_over(getattr(hook, "__func__", hook)),
+            *getattr(owner or hook, "__dict__", {}).values(),
+        ]
+        found += [value for value in inside if type(value) in (list, dict, set)]
+    return found
+
+
+@contextmanager
+def _kept_contents(containers: Sequence[Any]) -> Iterator[None]:
+    held = [value.copy() for value in containers]
+    try:
+        yield
+    finally:
+        for value, content in zip(containers, held, strict=True):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
+
+
+def _copied(call: Call) -> Call:
+    """The call with clones of its tensors; one tensor given twice stays one."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def clone(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return leaf.clone_state()
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in memo:
+            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return memo[id(leaf)]
+
+    args, kwargs = map_leaves(clone, snapshot(call))
+    return args, kwargs
+
+
+def _seed() -> None:
+    torch.default_generator.manual_seed(_SEED)
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        cuda.manual_seed_all(_SEED)
+    random.seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+
+
+def _random_items() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "random state of torch": torch.get_rng_state(),
+        "random state of Python": hash(random.getstate()),
+    }
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["random state of numpy"] = (kind, keys.tobytes(), *rest)
+    cuda: Any = torch.cuda
+    if cuda.is_available() and cuda.is_initialized():
+        found["random state of CUDA"] = tuple(cuda.get_rng_state_all())
+    return found
+
+
+def _output_items(output: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind of output": _structure(output)}
+    for path, leaf in walk(output):
+        where = f"output{path_text((('item', ''), *path))}"
+        if isinstance(leaf, torch.Tensor):
+            found[f"{where} requires_grad"] = leaf.requires_grad
+            leaf = leaf.detach()
+        found[where] = leaf
+    return found
+
+
+def _structure(value: Any) -> Any:
+    found = branch(value)
+    if found is None:
+        return "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (type(value).__name__, *map(_structure, found.children))
+
+
+def _input_items(call: Call) -> dict[str, Any]:
+    return {
+        f"input {_call_path(path)} after the run": leaf.detach()
+        for path, leaf in walk(call)
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _call_path(path: Sequence[Any]) -> str:
+    (_, group), (_, name), *rest = path
+    return path_text((("item", name if group else f"args[{name}]"), *rest))
+
+
+def _weighted_sum(output: Any) -> torch.Tensor | None:
+    """All outputs that have a gradient in one number, each element with its own weight."""
+    total: torch.Tensor | None = None
+    seen: set[int] = set()
+    for _, leaf in walk(output):
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or id(leaf) in seen:
+            continue
+        seen.add(id(leaf))
+        real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        weights = torch.arange(real.numel(), dtype=torch.float32, device=real.device)
+        weights = weights.add_(len(seen)).cos_().view(real.shape)
+        part = (real * weights.to(real.dtype)).sum(dtype=torch.promote_types(real.dtype, _F32))
+        total = part if total is None else total + part.to(total)
+    return total
+
+
+_F32 = torch.float32
+
+
+def _differentiated(total: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[Any]:
+    try:
+        return torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        if ".grad()" not in str(error):
+            raise
+    with _without_grad(wanted):  # reentrant checkpoints know only backward()
+        torch.autograd.backward(total)
+        return [tensor.grad for tensor in wanted]
+
+
+@contextmanager
+def _without_grad(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    held = [tensor.grad for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.grad = None
+        yield
+    finally:
+        for tensor, grad in zip(tensors, held, strict=True):
+            tensor.grad = grad
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+class _Kernels(TorchFunctionMode):
+    """Notes each call of an attention kernel: which arguments are tensors, and the others."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            self._calls.append(
+                ", ".join(f"{name}={_shown(value)}" for name, value in sorted(given.items()))
+            )
+        return func(*args, **kwargs)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return str(value)

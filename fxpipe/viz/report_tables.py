@@ -33,7 +33,8 @@ def comparison_table(
     return (
         '<section aria-labelledby="comparison-title"><h2 id="comparison-title">Schedules</h2>'
         '<p class="hint">Idle is the share of all ranks’ time without compute; once started, of '
-        "the worst rank’s time from its first to its last action. Choose a schedule to see it.</p>"
+        "the worst rank’s time from its first to its last action. A full bar is the makespan of "
+        "the slowest schedule, or all of the time idle. Choose a schedule to see it.</p>"
         '<label class="check" id="all-label" hidden><input type="checkbox" id="all"> '
         "All numbers of microbatches</label>"
         '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of schedules">'
@@ -115,7 +116,8 @@ def stage_table(
         )
     return (
         '<section aria-labelledby="stages-title"><h2 id="stages-title">Stages</h2>'
-        '<p class="hint">Times and bytes are those of one microbatch.</p>'
+        '<p class="hint">Times and bytes are those of one microbatch. A full bar is the heaviest '
+        "stage.</p>"
         '<div class="scroll" tabindex="0" role="region" aria-label="Table of stages"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>\n"
     )
@@ -138,7 +140,7 @@ def _model_columns(outline: Outline | None) -> list[_Column]:
 
     def sends(stage: int) -> str:
         crossings = [
-            f"{c.name} {c.spec} · {c.size} to stage {c.target}"
+            f"{c.lines[0]} {c.spec} · {c.size} to stage {c.target}"
             for c in outline.crossings
             if c.source == stage
         ]

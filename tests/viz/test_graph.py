@@ -41,7 +41,7 @@ def test_svg_says_what_there_is_at_every_depth(depth, engine, tmp_path):
     )
 
     words = " ".join(" ".join(ET.parse(path).getroot().itertext()).split())
-    for expected in ("stage 3", "40.0% of", "GFLOPs", "blocks_1", "2.05 kB", "tokens.weight"):
+    for expected in ("stage 3", "40.0% of", "GFLOPs", "blocks.1", "2.05 kB", "tokens.weight"):
         assert expected in words.replace("\xa0", " "), expected
     assert path.stat().st_size < 300_000
 

@@ -4,9 +4,10 @@ In:  an `Outline` at depth "stages" or "blocks".
 Out: a `Scene`.
 
 The first column goes down, then the next one begins at the top. What a stage sends to
-the next stands beside the arrow between them. A skip within a column runs down a lane
-on the right, and so does a tie. What would run between columns, or to many stages, is a
-letter in the boxes and a line in the list at the foot.
+the next stands beside the arrow between them. A skip within a column, also one past the
+first module of the next stage, runs down a lane on the right, and so does a tie.
+What would run between columns, or to many stages, is a letter in the boxes and a line in
+the list at the foot.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fxpipe.viz.drawing.scene import (
 )
 from fxpipe.viz.pipe_picture.lanes import draw_lanes, find_lanes
 from fxpipe.viz.pipe_picture.letters import Letters, give_letters
-from fxpipe.viz.pipe_picture.outline import Outline
+from fxpipe.viz.pipe_picture.outline import Crossing, Outline
 from fxpipe.viz.pipe_picture.stage_box import StageBox, draw_stage, stage_width
 
 __all__ = ["lay_out_pipe"]
@@ -56,7 +57,8 @@ def lay_out_pipe(outline: Outline, *, title: str = "", theme: Theme | None = Non
     if title:
         items.append(Label(_MARGIN, top + 12, title, _TITLE, theme.ink, bold=True))
         top += 20
-    items.append(Label(_MARGIN, top + 10, outline.summary, _TEXT, theme.muted))
+    summary = f"{outline.summary}; a full bar is the heaviest stage"
+    items.append(Label(_MARGIN, top + 10, summary, _TEXT, theme.muted))
     top += 22
     drawn = [
         _draw_column(
@@ -125,15 +127,26 @@ def _place(
         tops[stage] = y
         y += boxes[stage].height
         if stage + 1 < len(boxes):
-            y += 14.0 + max(1, len(_sent_to_next(outline, stage, boxes[stage].width))) * _STEP
+            lines = _sent_to_next(outline, stage, boxes[stage].width, column)
+            y += 14.0 + max(1, len(lines)) * _STEP
     return _Placed(column, tops, y)
 
 
-def _sent_to_next(outline: Outline, stage: int, width: float) -> list[str]:
+def _has_lane(outline: Outline, crossing: Crossing, column: range) -> Crossing | None:
+    """The part of a crossing that runs down a lane: a skip, also one into the next stage."""
+    if crossing.is_skip:
+        return crossing
+    is_shown = outline.depth == "blocks" and crossing.target in column
+    return crossing.past_first() if is_shown else None
+
+
+def _sent_to_next(outline: Outline, stage: int, width: float, column: range) -> list[str]:
     """What stands beside the arrow to the next stage; long lines are broken in two."""
     lines: list[str] = []
     for crossing in outline.crossings:
-        if crossing.source != stage or crossing.is_skip:
+        lane = _has_lane(outline, crossing, column)
+        is_whole = lane is not None and lane.target_parts == crossing.target_parts
+        if crossing.source != stage or crossing.is_skip or is_whole:
             continue
         whole = "  ".join(crossing.lines)
         fits = text_width(whole, _TEXT) <= width - _ARROW_X - 10
@@ -163,7 +176,7 @@ def _draw_column(
     for stage, top in placed.tops.items():
         items += (moved(item, 0, top) for item in boxes[stage].items)
         y = top + boxes[stage].height
-        lines = _sent_to_next(outline, stage, boxes[stage].width)
+        lines = _sent_to_next(outline, stage, boxes[stage].width, placed.stages)
         for index, text in enumerate(lines):
             base = y + 7 + (index + 0.75) * _STEP
             items.append(Label(_ARROW_X + 10, base, text, _TEXT, theme.muted))
@@ -174,11 +187,10 @@ def _draw_column(
     lanes = list(
         find_lanes(
             [
-                crossing
+                lane
                 for crossing in outline.crossings
-                if crossing.is_skip
-                and crossing.source in placed.tops
-                and crossing not in letters.crossings
+                if crossing.source in placed.tops and crossing not in letters.crossings
+                if (lane := _has_lane(outline, crossing, placed.stages)) is not None
             ],
             [
                 tie

@@ -14,7 +14,7 @@ instead of drawing a line to each reader.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fxpipe.errors import FxpipeError
@@ -85,6 +85,7 @@ class Crossing:
     has_gradient: bool
     source_part: int | None
     target_parts: tuple[int, ...]
+    title: str = ""
 
     @property
     def is_skip(self) -> bool:
@@ -92,8 +93,13 @@ class Crossing:
 
     @property
     def lines(self) -> tuple[str, str]:
-        """Name; dtype, shape and bytes."""
-        return self.name, f"{self.spec} · {self.size}"
+        """What people call it; dtype, shape and bytes."""
+        return self.title or self.name, f"{self.spec} · {self.size}"
+
+    def past_first(self) -> Crossing | None:
+        """The same value as far as it enters the next stage below its first part."""
+        others = tuple(part for part in self.target_parts if part > 0)
+        return replace(self, target_parts=others) if others else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +138,11 @@ class Outline:
 
     @property
     def summary(self) -> str:
-        """Such as "59.1 k parameters, 4 stages; bytes of a microbatch with batch = 2"."""
+        """Such as "59.1 k parameters, 4 stages; a microbatch has batch = 2"."""
         total = sum(stage.parameters for stage in self.stages)
-        text = f"{count_text(total)} parameters, {len(self.stages)} stages; bytes of a microbatch"
+        text = f"{count_text(total)} parameters, {len(self.stages)} stages"
         known = ", ".join(f"{name} = {value}" for name, value in self.sizes)
-        return f"{text} with {known}" if known else text
+        return f"{text}; a microbatch has {known}" if known else text
 
 
 def make_outline(
@@ -219,11 +225,12 @@ def _crossings(
     for interface in pipe.interfaces:
         for sent in interface.sent:
             spec, name = sent.port.spec, sent.port.name
+            title = found[interface.stage].title_of(name)
             size = tensor_bytes(spec, sizes)
             skips = [target for target in sent.target_stages if target > interface.stage + 1]
             if len(skips) >= _MANY:
                 targets = tuple(sorted(sent.target_stages))
-                shared.append(Shared(interface.stage, targets, name, str(spec), size))
+                shared.append(Shared(interface.stage, targets, title, str(spec), size))
                 continue
             crossings += [
                 Crossing(
@@ -235,6 +242,7 @@ def _crossings(
                     has_gradient=spec.requires_grad,
                     source_part=found[interface.stage].source_of(name),
                     target_parts=found[target].readers_of(name),
+                    title=title,
                 )
                 for target in sent.target_stages
             ]

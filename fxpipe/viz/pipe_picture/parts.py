@@ -61,11 +61,16 @@ class StageParts:
     parts: tuple[Part, ...]
     _sources: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _readers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _titles: dict[str, str] = field(default_factory=dict)
 
     def source_of(self, value: str) -> int | None:
         """The part that makes a value, by the name of its node; None if it is code."""
         sources = self._sources.get(value, ())
         return max(sources) if sources else None
+
+    def title_of(self, value: str) -> str:
+        """What people call a value, by the name of its node: down.0[1], blocks.2: add."""
+        return self._titles.get(value, value)
 
     def readers_of(self, value: str) -> tuple[int, ...]:
         """The parts that read a value which the stage receives."""
@@ -93,7 +98,29 @@ def find_parts(module: fx.GraphModule, facts: Facts, *, shortest_run: int | None
     else:
         parts, owners = _module_parts(module, facts, nodes)
         parts, owners = _join_runs(parts, owners, shortest_run)
-    return _connect(module, parts, owners)
+    connected = _connect(module, parts, owners)
+    return replace(connected, _titles=_titles(module, facts))
+
+
+def _titles(module: fx.GraphModule, facts: Facts) -> dict[str, str]:
+    """For each node the module whose value it is, or whose code and which operation."""
+    titles: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for node in module.graph.nodes:
+        called = _called_module(module, node)
+        source = node.args[0] if node.args else None
+        if called is not None:
+            title = called[0]
+        elif node.op == "placeholder":
+            title = node.name
+        elif facts[node].is_part and isinstance(source, fx.Node) and len(node.args) == 2:
+            title = f"{titles[source.name]}[{node.args[1]!r}]"
+        else:
+            what = _target_text(node).rstrip("_")
+            title = f"{facts[node].owner}: {what}" if facts[node].owner else what
+        counts[title] = counts.get(title, 0) + 1
+        titles[node.name] = title if counts[title] == 1 else f"{title} ({counts[title]})"
+    return titles
 
 
 def _node_part(module: fx.GraphModule, facts: Facts, node: fx.Node) -> Part:

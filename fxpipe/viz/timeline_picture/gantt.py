@@ -27,13 +27,22 @@ from fxpipe.text import number_text
 from fxpipe.viz.drawing.numbers import PLAIN, Unit, nice_ticks
 from fxpipe.viz.drawing.palette import LOOKS, Theme, shade, shades
 from fxpipe.viz.drawing.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
-from fxpipe.viz.timeline_picture.spans import Frame, draw_box, draw_span, pack_lanes
+from fxpipe.viz.timeline_picture.spans import (
+    Frame,
+    Labels,
+    draw_box,
+    draw_span,
+    label_of,
+    label_size,
+    pack_lanes,
+)
 
 __all__ = ["Options", "lay_out_timeline"]
 
 _MARGIN = 16.0
 _LANE = 7.0
 _TITLE, _TEXT, _SMALL = 15.0, 11.0, 10.0
+_NARROWEST, _WIDEST = 860.0, 2200.0
 _THEME = Theme()
 
 
@@ -77,27 +86,48 @@ def _frame(both: Sequence[Timeline], options: Options) -> Frame:
     end = max(line.makespan for line in both) or 1.0
     names = [f"rank {both[0].num_ranks - 1}", *(["measured"] if len(both) > 1 else [])]
     left = _MARGIN + 8 + max(text_width(name, _TEXT) for name in names)
-    width = options.width or _natural_width(both[0], end)
+    labels, natural = _labels(both, end, options.width, left)
     return Frame(
         left=left,
-        plot=max(width - left - 78, 120.0),
+        plot=max((options.width or natural) - left - 78, 120.0),
         end=end,
         shades=shades(span for line in both for span in line.spans),
         time=options.time,
         tips=options.tips,
+        labels=labels,
     )
 
 
-def _natural_width(timeline: Timeline, end: float) -> float:
-    """Wide enough for numbers in most boxes, within the width of a page."""
-    times = sorted(s.end - s.start for s in timeline.spans if s.is_compute and s.end > s.start)
-    if not times:
-        return 860.0
-    parts = [part for span in timeline.spans for part in span.action.parts or (span.action,)]
-    largest = max(part.microbatch or 0 for part in parts)
-    letters = {LOOKS[part.kind].letter for part in parts if part.kind.is_compute}
-    box = max(text_width(f"{letter}{largest}", _TEXT) for letter in letters) + 4
-    return min(1480.0, max(860.0, end / times[len(times) // 8] * box + 150))
+def _labels(
+    both: Sequence[Timeline], end: float, width: float | None, left: float
+) -> tuple[Labels, float]:
+    """What boxes say, all alike, and how wide the picture is if nobody says so.
+
+    As much as fits in nearly all boxes, in a picture of a reasonable width.
+    """
+    size = label_size(_row_height(both))
+    boxes = [
+        (part, span.end - span.start)
+        for span in both[0].spans
+        if span.is_compute and span.end > span.start
+        for part in span.action.parts or (span.action,)
+    ]
+    styles: tuple[Labels, ...] = ("letters", "numbers")
+    for style in styles:
+        scales = sorted((text_width(label_of(p, style), size) + 3.5) / time for p, time in boxes)
+        if not scales:
+            break
+        # A few boxes of a measured step may be too short for any label.
+        needed = scales[int(0.95 * (len(scales) - 1))] * end + left + 78
+        if needed <= (width or _WIDEST):
+            return style, max(_NARROWEST, needed)
+    return "none", 1480.0 if boxes else _NARROWEST
+
+
+def _row_height(both: Sequence[Timeline]) -> float:
+    num_ranks = both[0].num_ranks
+    height = 28.0 if num_ranks <= 12 else 20.0 if num_ranks <= 32 else 14.0
+    return height if len(both) == 1 else 0.8 * height
 
 
 def _heading(
@@ -194,9 +224,7 @@ def _rows(
     both: Sequence[Timeline], options: Options, frame: Frame, y: float
 ) -> tuple[list[Item], float]:
     """The rows of all ranks, with the critical path on top; and where they end."""
-    num_ranks = both[0].num_ranks
-    height = 28.0 if num_ranks <= 12 else 20.0 if num_ranks <= 32 else 14.0
-    height *= 1.0 if len(both) == 1 else 0.8
+    num_ranks, height = both[0].num_ranks, _row_height(both)
     rows: list[Item] = []
     tops: list[list[float]] = [[] for _ in both]
     for rank in range(num_ranks):

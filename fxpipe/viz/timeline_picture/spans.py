@@ -8,15 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from fxpipe.program import Action, Kind, Span
 from fxpipe.viz.drawing.numbers import Unit
 from fxpipe.viz.drawing.palette import INK, LOOKS, mix, shade
 from fxpipe.viz.drawing.scene import Area, Box, Item, Label, text_width
 
-__all__ = ["Frame", "draw_box", "draw_span", "pack_lanes", "tip_of"]
+__all__ = [
+    "Frame",
+    "Labels",
+    "draw_box",
+    "draw_span",
+    "label_of",
+    "label_size",
+    "pack_lanes",
+    "tip_of",
+]
 
 _FOOT = 0.27
+
+Labels = Literal["letters", "numbers", "none"]
+"""What all boxes of a picture say: the action and the microbatch, the microbatch, nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +42,7 @@ class Frame:
     shades: Mapping[int, tuple[int, int]]
     time: Unit
     tips: bool
+    labels: Labels = "letters"
 
     @property
     def right(self) -> float:
@@ -46,9 +60,11 @@ def draw_span(span: Span, frame: Frame, y: float, height: float) -> Iterator[Ite
         half = (height - 1) / 2
         for index, part in enumerate(span.action.parts):
             top = y + index * (half + 1)
-            yield from draw_box(part, frame.shades, (left, top, right - left, half), tip)
+            place = (left, top, right - left, half)
+            yield from draw_box(part, frame.shades, place, tip, frame.labels)
     elif span.is_compute:
-        yield from draw_box(span.action, frame.shades, (left, y, right - left, height), tip)
+        place = (left, y, right - left, height)
+        yield from draw_box(span.action, frame.shades, place, tip, frame.labels)
     else:
         yield from _draw_lane(span.action, (left, y, right - left, height), tip)
 
@@ -58,8 +74,9 @@ def draw_box(
     shades: Mapping[int, tuple[int, int]],
     place: tuple[float, float, float, float],
     tip: str = "",
+    labels: Labels = "letters",
 ) -> Iterator[Item]:
-    """A box for a compute action at (x, y, width, height), labelled as far as it fits."""
+    """A box for a compute action at (x, y, width, height), with its label if that fits."""
     x, y, width, height = place
     if width <= 0:
         return
@@ -70,17 +87,22 @@ def draw_box(
     foot = height * _FOOT
     if look.hatch:
         yield Box(x, y + height - foot, width, foot, "", hatch=look.hatch)
-    if action.microbatch is None:
-        return
-    room = height - foot
-    size = min(11.0, room - 2)
-    if size < 7:
-        return
-    for text in (f"{look.letter}{action.microbatch}", f"{action.microbatch}"):
-        if text_width(text, size) + 2 <= width:
-            base = y + room / 2 + 0.36 * size
-            yield Label(x + width / 2, base, text, size, INK, "middle")
-            return
+    text, size = label_of(action, labels), label_size(height)
+    if text and size >= 7 and text_width(text, size) + 2 <= width:
+        base = y + (height - foot) / 2 + 0.36 * size
+        yield Label(x + width / 2, base, text, size, INK, "middle")
+
+
+def label_of(action: Action, labels: Labels) -> str:
+    """Such as F3, or 3; nothing for an action of no microbatch."""
+    if action.microbatch is None or labels == "none":
+        return ""
+    return f"{LOOKS[action.kind].letter if labels == 'letters' else ''}{action.microbatch}"
+
+
+def label_size(height: float) -> float:
+    """The size of the text in a box of a row."""
+    return min(11.0, height * (1 - _FOOT) - 2, 5.0 + height / 5)
 
 
 def _draw_lane(

@@ -149,3 +149,18 @@ def test_theme_replaces_every_colour():
     text = write_svg(lay_out_pipe(outline_of("gpt"), theme=theme), inline=True)
 
     assert "#" not in text.split("<title>")[1].replace("&#", "")
+
+
+def test_skip_past_the_first_module_of_the_next_stage_ends_at_its_module():
+    # down.2 gives two values to the next stage: one for `middle`, one for `up.0` below it,
+    # which used to end at the border of the stage.
+    outline = outline_of("unet")
+    theme = Theme()
+
+    scene = lay_out_pipe(outline)
+
+    skips = [i for i in scene.items if isinstance(i, Line) and i.stroke == theme.skip and i.arrow]
+    titles = {i.text for i in scene.items if isinstance(i, Label) and i.fill == theme.skip}
+    assert len(skips) == 3
+    assert {"down.0[1]", "down.1[1]", "down.2[1]"} <= titles
+    assert {line.points[-1][0] for line in skips} == {line.points[0][0] for line in skips}

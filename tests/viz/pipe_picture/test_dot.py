@@ -68,7 +68,7 @@ def test_labels_have_name_shape_dtype_and_bytes():
     text = write_dot(outline_of("gpt", "stages"))
 
     assert (
-        '  s0 -> s1 [label=<&#160;blocks_0<br align="left"/>'
+        '  s0 -> s1 [label=<&#160;blocks.0<br align="left"/>'
         '&#160;float32[batch, sequence, 32] · 2.05 kB<br align="left"/>>]'
     ) in text.splitlines()
 

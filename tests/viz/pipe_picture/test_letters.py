@@ -15,7 +15,7 @@ def test_what_changes_column_has_a_letter():
 
     assert letters.lines == (
         "A   getitem  bool[batch, 1, 1, sequence] · 16 B, from stage 0 to stages 2–3",
-        "B   encoder_norm  float32[batch, sequence, 32] · 2.05 kB, from stage 1 to stage 3",
+        "B   encoder.norm  float32[batch, sequence, 32] · 2.05 kB, from stage 1 to stage 3",
     )
     assert letters.sends == {0: ("sends A",), 1: ("sends B",)}
     assert letters.reads == {2: ("reads A",), 3: ("reads A, B",)}

@@ -29,7 +29,7 @@ def test_blocks_in_subgraphs():
             s1p2 --> s1p3
           end
           s1p3 --> s1out0(["float32[batch, sequence, 64]"])
-          s0p4 -->|"blocks_1<br/>float32[batch, sequence, 32] · 2.05 kB"| s1p0
+          s0p4 -->|"blocks.1<br/>float32[batch, sequence, 32] · 2.05 kB"| s1p0
           s0p0 -. "tied<br/>tokens.weight<br/>head.weight" .- s1p3
         """)
 

@@ -102,11 +102,9 @@ def test_summary_names_the_sizes_used():
     pipe = pipe_of("gpt")
 
     assert make_outline(pipe, "stages", sizes={"batch": 2, "sequence": 8, "other": 3}).summary == (
-        "59.1 k parameters, 4 stages; bytes of a microbatch with batch = 2, sequence = 8"
+        "59.1 k parameters, 4 stages; a microbatch has batch = 2, sequence = 8"
     )
-    assert make_outline(pipe, "stages").summary == (
-        "59.1 k parameters, 4 stages; bytes of a microbatch"
-    )
+    assert make_outline(pipe, "stages").summary == "59.1 k parameters, 4 stages"
     assert sizes_of("gpt") == {"batch": 2, "sequence": 8}
 
 

@@ -6,7 +6,7 @@ import pytest
 from fxpipe.program import Kind, Timeline
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import LOOKS, shade
+from fxpipe.viz.drawing.palette import INK, LOOKS, shade
 from fxpipe.viz.drawing.scene import Area, Box, Label, Line, label_extent
 from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
 from fxpipe.viz.timeline_picture.spans import pack_lanes
@@ -191,3 +191,14 @@ def test_timeline_without_spans_is_a_picture():
     scene = lay_out_timeline(Timeline(2, (), ((), ()), ()), Options())
 
     assert scene.width > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "labelled"), [(4, 8, 64), (8, 16, 256), (16, 32, 0)]
+)
+def test_all_boxes_have_labels_or_none_has(ranks, microbatches, labelled):
+    # In a picture of 16 ranks backwards had labels and the narrower forwards had none.
+    scene = lay_out_timeline(timeline_of("1F1B", ranks, microbatches), Options())
+
+    labels = [i for i in scene.items if isinstance(i, Label) and i.anchor == "middle"]
+    assert len([i for i in labels if i.fill == INK]) == labelled

@@ -20,6 +20,8 @@ from typing import NamedTuple
 from fxpipe.errors import ScheduleError
 
 __all__ = [
+    "COMPUTE_KINDS",
+    "TRANSFER_KINDS",
     "Action",
     "Edge",
     "Edges",
@@ -34,60 +36,46 @@ __all__ = [
 
 
 class Kind(enum.IntEnum):
-    """What an action does. The text form of an action uses `Kind.text`."""
+    """What an action does. The text form of an action uses `Kind.text`.
 
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-    SEND_ACTIVATION = 4
-    RECV_ACTIVATION = 5
-    SEND_GRADIENT = 6
-    RECV_GRADIENT = 7
-    UNSHARD = 8
-    RESHARD = 9
-    REDUCE_GRAD = 10
-    OVERLAP = 11
+    What a kind is (`is_compute`, ...) is a plain attribute, since loops over long
+    programs ask for it at every action.
+    """
 
-    @property
-    def text(self) -> str:
-        return _TEXT[self]
+    text: str
+    is_compute: bool
+    is_backward: bool
+    is_transfer: bool
+    is_send: bool
+    is_recv: bool
 
-    @property
-    def is_compute(self) -> bool:
-        return self <= Kind.BACKWARD_WEIGHT
+    FORWARD = 0, "F"
+    BACKWARD = 1, "B"
+    BACKWARD_INPUT = 2, "I"
+    BACKWARD_WEIGHT = 3, "W"
+    SEND_ACTIVATION = 4, "SEND_F"
+    RECV_ACTIVATION = 5, "RECV_F"
+    SEND_GRADIENT = 6, "SEND_B"
+    RECV_GRADIENT = 7, "RECV_B"
+    UNSHARD = 8, "UNSHARD"
+    RESHARD = 9, "RESHARD"
+    REDUCE_GRAD = 10, "REDUCE_GRAD"
+    OVERLAP = 11, "OVERLAP_F_B"
 
-    @property
-    def is_backward(self) -> bool:
-        return Kind.BACKWARD <= self <= Kind.BACKWARD_WEIGHT
-
-    @property
-    def is_transfer(self) -> bool:
-        return Kind.SEND_ACTIVATION <= self <= Kind.RECV_GRADIENT
-
-    @property
-    def is_send(self) -> bool:
-        return self is Kind.SEND_ACTIVATION or self is Kind.SEND_GRADIENT
-
-    @property
-    def is_recv(self) -> bool:
-        return self is Kind.RECV_ACTIVATION or self is Kind.RECV_GRADIENT
+    def __new__(cls, number: int, text: str) -> Kind:
+        kind = int.__new__(cls, number)
+        kind._value_ = number
+        kind.text = text
+        kind.is_compute = len(text) == 1
+        kind.is_backward = text in ("B", "I", "W")
+        kind.is_send = text.startswith("SEND")
+        kind.is_recv = text.startswith("RECV")
+        kind.is_transfer = kind.is_send or kind.is_recv
+        return kind
 
 
-_TEXT = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "I",
-    Kind.BACKWARD_WEIGHT: "W",
-    Kind.SEND_ACTIVATION: "SEND_F",
-    Kind.RECV_ACTIVATION: "RECV_F",
-    Kind.SEND_GRADIENT: "SEND_B",
-    Kind.RECV_GRADIENT: "RECV_B",
-    Kind.UNSHARD: "UNSHARD",
-    Kind.RESHARD: "RESHARD",
-    Kind.REDUCE_GRAD: "REDUCE_GRAD",
-    Kind.OVERLAP: "OVERLAP_F_B",
-}
+COMPUTE_KINDS = tuple(kind for kind in Kind if kind.is_compute)
+TRANSFER_KINDS = tuple(kind for kind in Kind if kind.is_transfer)
 
 
 def neighbour(kind: Kind, stage: int) -> int:

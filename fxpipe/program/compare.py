@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Edges
-from fxpipe.program.check.validate import Streams
 from fxpipe.program.costs import Costs, StageCosts
 from fxpipe.program.generators import SCHEDULES, get_schedule
 from fxpipe.program.lower import lower
+from fxpipe.program.play.queues import Streams
 from fxpipe.program.program import Placement, Program
 from fxpipe.program.simulate import simulate
 from fxpipe.program.timeline import Timeline

@@ -61,7 +61,7 @@ def _drop_useless(actions: Iterable[Action], stages: set[int]) -> list[Action]:
         if action.parts:
             parts = _drop_useless(action.parts, stages)
             kept += [Action.overlap(*parts)] if len(parts) == 2 else parts
-        elif action.stage not in stages or action.kind <= Kind.BACKWARD:
+        elif action.stage not in stages or action.kind in (Kind.FORWARD, Kind.BACKWARD):
             kept.append(action)
         elif action.kind is Kind.BACKWARD_WEIGHT:
             kept.append(action._replace(kind=Kind.BACKWARD))

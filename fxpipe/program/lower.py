@@ -32,15 +32,16 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action, Edges, Kind, recv_of, send_of, writes
+from fxpipe.program.action import COMPUTE_KINDS, Action, Edges, Kind, recv_of, send_of, writes
 from fxpipe.program.check.faults import report
 from fxpipe.program.check.validate import check_contents, validate
 from fxpipe.program.costs import Costs
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.program.play.collector import collector_paused
-from fxpipe.program.play.numbering import COMPUTE_KINDS, Numbering
-from fxpipe.program.play.walk import Times, check_edges, visit
+from fxpipe.program.play.engine import cost_times
+from fxpipe.program.play.numbering import Numbering
+from fxpipe.program.play.walk import check_edges, visit
 from fxpipe.program.program import Program
 
 __all__ = ["Receives", "lower"]
@@ -118,18 +119,19 @@ def _fused_and_ordered(
     costs: Costs | None,
 ) -> tuple[Program, list[int]]:
     """The program with halves of backwards joined, and the ranks in order of time."""
-    numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=False)
+    numbering = Numbering.of(program, edges)
     faults = check_contents(program, numbering)
     if faults:
         raise ScheduleError(report(program.name, faults))
     fused = program
     if fuse:
         fused = fuse_backward(program, edges, keep_input_backward=keep_input_backward)
-    order, position = visit(fused, numbering, None if costs is None else _times(program, costs))
-    if any(at < len(actions) for at, actions in zip(position, fused.ranks, strict=True)):
+    times = None if costs is None else cost_times(costs, program.num_stages)
+    play = visit(fused, numbering, times)
+    if not play.is_complete:
         validate(program, edges)
         raise AssertionError("joining halves of backwards made the program get stuck")
-    return fused, order
+    return fused, [rank for _, rank, *_ in play.by_end()]
 
 
 def _add_transfers(program: Program, edges: Edges, order: list[int]) -> list[list[Action]]:
@@ -146,19 +148,6 @@ def _add_transfers(program: Program, edges: Edges, order: list[int]) -> list[lis
                 here.append(new(Action, (send, stage, microbatch, peer, ())))
                 there.append(new(Action, (recv, peer, microbatch, stage, ())))
     return lowered
-
-
-def _times(program: Program, costs: Costs) -> Times:
-    return Times(
-        [
-            [costs.compute(kind, stage) for stage in range(program.num_stages)]
-            for kind in COMPUTE_KINDS
-        ],
-        transfer=lambda source, target, value: costs.transfer(
-            source, target, costs.value_bytes(value.kind, value.stage, value.peer)
-        ),
-        pair=lambda action: costs.pair([(part.kind, part.stage) for part in action.parts]),
-    )
 
 
 _Move = tuple[Kind, Kind, int, list[Action]]

@@ -13,16 +13,24 @@ nobody reads, such as the residual of a forward-only program, goes with its acti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from fxpipe.program.action import Action, Edges, Kind, Value, ValueKind, reads, writes
+from fxpipe.program.action import (
+    COMPUTE_KINDS,
+    Action,
+    Edges,
+    Kind,
+    Value,
+    ValueKind,
+    reads,
+    writes,
+)
 from fxpipe.program.costs import Costs
-from fxpipe.program.play.numbering import COMPUTE_KINDS
 from fxpipe.program.program import Program
 from fxpipe.program.timeline import Span
 
-__all__ = ["memory_curves"]
+__all__ = ["Lifetimes", "kept_at_ends", "lifetimes", "memory_curves"]
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -31,18 +39,19 @@ def memory_curves(
     program: Program,
     costs: Costs,
     edges: Edges,
-    spans: Sequence[Span],
-    posted: Mapping[int, float],
+    spans: Mapping[tuple[int, int], Span],
+    posted: Mapping[tuple[int, int], float],
 ) -> tuple[Curve, ...]:
-    """One curve per rank; `posted[i]` is when the receive with span i was posted."""
+    """One curve per rank, from spans by rank and position; `posted` is when receives were."""
     changes: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
     effects = _compute_effects(program, costs, edges)
     has_gradient: set[int] = set()
     moved: dict[tuple[Kind, int, int | None], float] = {}
-    for index, (rank, action, start, end) in enumerate(spans):
+    in_order = sorted(spans.items(), key=lambda item: item[1].start)
+    for place, (rank, action, start, end) in in_order:
         here = changes[rank]
         kind = action.kind
-        if kind <= 3 or action.parts:
+        if kind.is_compute or action.parts:
             for part in action.parts or (action,):
                 effect = effects[part.kind][part.stage]
                 here += ((start, effect.at_start), (end, effect.at_end))
@@ -59,19 +68,66 @@ def memory_curves(
             route = (kind, action.stage, action.peer)
             if route not in moved:
                 values = (*reads(action, edges), *writes(action, edges))
-                moved[route] = sum(_bytes(costs, value) for value in values)
+                moved[route] = sum(costs.value_bytes(v.kind, v.stage, v.peer) for v in values)
             if moved[route]:
-                is_buffer = index in posted
-                here.append((posted[index], moved[route]) if is_buffer else (end, -moved[route]))
+                is_buffer = place in posted
+                here.append((posted[place], moved[route]) if is_buffer else (end, -moved[route]))
     return tuple(_curve(change) for change in changes)
 
 
-class _Effect(NamedTuple):
-    """How one compute action changes memory.
+class Lifetimes(NamedTuple):
+    """What a compute action does to values: the one rule for how long they live.
 
-    `elsewhere` holds `(rank, bytes)` at its end; `gradient` is the buffer that the first
-    such action of a stage takes.
+    `born` are there from its start on and `born_late` from its end on; `freed` are gone at
+    its end. `weight_grad` is the buffer that the first such action of a stage takes.
     """
+
+    born: tuple[Value, ...]
+    born_late: tuple[Value, ...]
+    freed: tuple[Value, ...]
+    weight_grad: Value | None
+
+
+def lifetimes(action: Action, edges: Edges) -> Lifetimes:
+    """Which values begin and end to live with a compute action, from the table."""
+    written = writes(action, edges)
+    once = [value for value in written if value.kind is ValueKind.WEIGHT_GRAD]
+    return Lifetimes(
+        tuple(v for v in written if v.kind not in (ValueKind.DEFERRED, ValueKind.WEIGHT_GRAD)),
+        tuple(v for v in written if v.kind is ValueKind.DEFERRED),
+        reads(action, edges),
+        once[0] if once else None,
+    )
+
+
+def kept_at_ends(
+    num_bytes: Callable[[ValueKind, int], float], num_stages: int
+) -> Callable[[Action], tuple[float, float]]:
+    """What an action adds to what its rank keeps for backwards: at its start, and at its end.
+
+    Kept are residuals and deferred weight work, of `num_bytes(kind, stage)` each.
+    """
+    alone = Edges(num_stages, ())
+
+    def change(kind: Kind, stage: int) -> tuple[float, float]:
+        born, late, freed, _ = lifetimes(Action(kind, stage, 0), alone)
+        size = [sum(num_bytes(v.kind, stage) for v in values) for values in (born, late, freed)]
+        return size[0], size[1] - size[2]
+
+    table = [[change(kind, stage) for stage in range(num_stages)] for kind in COMPUTE_KINDS]
+
+    def kept(action: Action) -> tuple[float, float]:
+        kind, stage, _, _, parts = action
+        if not parts:
+            return table[kind][stage]
+        at_start, at_end = zip(*(table[part.kind][part.stage] for part in parts), strict=True)
+        return sum(at_start), sum(at_end)
+
+    return kept
+
+
+class _Effect(NamedTuple):
+    """How one compute action changes memory; `elsewhere` holds `(rank, bytes)` at its end."""
 
     at_start: float
     at_end: float
@@ -83,36 +139,28 @@ def _compute_effects(program: Program, costs: Costs, edges: Edges) -> list[list[
     rank_of = program.placement.stage_to_rank
     is_lowered = program.is_lowered
     kinds = {part.kind for acts in program.ranks for a in acts for part in a.parts or (a,)}
-    has_backward = not kinds.isdisjoint(COMPUTE_KINDS[1:])
+    has_backward = any(kind.is_backward for kind in kinds)
+
+    def num_bytes(value: Value) -> float:
+        return costs.value_bytes(value.kind, value.stage, value.peer)
 
     def effect(action: Action) -> _Effect:
-        at_start, at_end = 0.0, 0.0
+        born, late, freed, weight_grad = lifetimes(action, edges)
         elsewhere: list[tuple[int, float]] = []
-        gradient = 0.0
-        for value in writes(action, edges):
-            num_bytes = _bytes(costs, value)
-            if value.kind is ValueKind.WEIGHT_GRAD:
-                gradient = num_bytes
-            elif value.kind is ValueKind.DEFERRED:
-                at_end += num_bytes
-            else:
-                at_start += num_bytes
+        at_end = sum(map(num_bytes, late)) - sum(map(num_bytes, freed))
+        for value in born:
             if value.kind is ValueKind.RESIDUAL and not has_backward:
-                at_end -= num_bytes
+                at_end -= num_bytes(value)
             if rank_of[value.peer] != rank_of[value.stage] and not is_lowered:
-                at_end -= num_bytes
-                elsewhere.append((rank_of[value.peer], num_bytes))
-        at_end -= sum(_bytes(costs, value) for value in reads(action, edges))
-        return _Effect(at_start, at_end, tuple(elsewhere), gradient)
+                at_end -= num_bytes(value)
+                elsewhere.append((rank_of[value.peer], num_bytes(value)))
+        gradient = 0.0 if weight_grad is None else num_bytes(weight_grad)
+        return _Effect(sum(map(num_bytes, born)), at_end, tuple(elsewhere), gradient)
 
     return [
         [effect(Action(kind, stage, 0)) for stage in range(program.num_stages)]
         for kind in COMPUTE_KINDS
     ]
-
-
-def _bytes(costs: Costs, value: Value) -> float:
-    return costs.value_bytes(value.kind, value.stage, value.peer)
 
 
 def _curve(changes: list[tuple[float, float]]) -> Curve:

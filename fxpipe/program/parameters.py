@@ -14,7 +14,6 @@ from collections.abc import Collection
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.play.numbering import SEND_KINDS
 
 __all__ = ["add_reductions", "add_sharding"]
 
@@ -67,15 +66,14 @@ def _upcoming_stages(
 ) -> list[tuple[int, tuple[int, ...]]]:
     """From which position on which stages are the next to be used; last position first."""
     changes: list[tuple[int, tuple[int, ...]]] = []
-    passed = (*SEND_KINDS, Kind.REDUCE_GRAD)
     queue: tuple[int, ...] = ()
     head = -1
     behind_sends = position = len(actions)
     for action in reversed(actions):
         position -= 1
         kind, stage, _, _, parts = action
-        if kind > 3 and not parts:
-            if kind not in passed:
+        if not kind.is_compute and not parts:
+            if not kind.is_send and kind is not Kind.REDUCE_GRAD:
                 behind_sends = position
             continue
         if stage != head or parts:
@@ -100,7 +98,7 @@ def _first_used(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ..
     """The stages in the order in which they are first used."""
     found: dict[int, None] = {}
     for action in actions:
-        if action.kind <= 3 or action.parts:
+        if action.kind.is_compute or action.parts:
             found.update((p.stage, None) for p in action.parts or (action,) if p.stage in stages)
             if len(found) == len(stages):
                 break

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action, Kind
+from fxpipe.program.action import Action
 from fxpipe.program.json_text import ProgramFields, read_json, write_json
 from fxpipe.program.text import parse_rows, rows_of_csv, rows_of_table, write_csv
 
@@ -109,7 +109,7 @@ class Program:
     def is_lowered(self) -> bool:
         """Whether the program holds more than compute."""
         return any(
-            action.kind > Kind.BACKWARD_WEIGHT and not action.parts
+            not (action.kind.is_compute or action.parts)
             for actions in self.ranks
             for action in actions
         )

@@ -28,7 +28,7 @@ from fxpipe.planner.order.schedule_bound import lower_bound
 from fxpipe.program import Action, Costs, Edges, Kind, Program, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
 
-__all__ = ["Improved", "improve", "improve_best", "named_starts"]
+__all__ = ["Improved", "improve", "named_starts"]
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 
@@ -106,39 +106,6 @@ def improve(
     validate(best_program, edges)
     bound = min(lower_bound(best_program, costs, edges, limits), timeline.makespan)
     return Improved(best_program, timeline, given.makespan, bound, start)
-
-
-def improve_best(
-    candidates: Sequence[tuple[Program, Costs]],
-    memory_limit: MemoryLimit = None,
-    *,
-    seed: int = 0,
-    budget: int = 2_000_000,
-    most: int = 2,
-) -> Improved:
-    """Improve the quickest of several programs, which may divide the model differently.
-
-    Each candidate comes with its own costs, since stages of another division cost
-    something else. Those that do not fit into the memory take no part; the `most`
-    quickest of the others are improved, and the best result is returned.
-
-    Raises:
-        PlanError: no candidate fits into the memory.
-    """
-    fitting = []
-    for index, (program, costs) in enumerate(candidates):
-        timeline = simulate(program, costs)
-        limits = limits_of(program, memory_limit)
-        if all(h <= m * (1 + 1e-9) for h, m in zip(timeline.peak_memory, limits, strict=True)):
-            fitting.append((timeline.makespan, index))
-    if not fitting:
-        raise PlanError(f"none of the {len(candidates)} candidates fits into the memory")
-    fitting.sort()
-    results = [
-        improve(*candidates[index], memory_limit, seed=seed, budget=budget // most, starts=())
-        for _, index in fitting[:most]
-    ]
-    return min(results, key=lambda result: result.makespan)
 
 
 def named_starts(program: Program) -> list[Program]:

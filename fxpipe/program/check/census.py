@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from fxpipe.program.action import Action, Kind
+from fxpipe.program.action import COMPUTE_KINDS, Action, Kind
 from fxpipe.program.check.faults import Fault, FaultKind
-from fxpipe.program.play.numbering import COMPUTE_KINDS, Numbering
+from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
 __all__ = ["Census", "take_census"]
 
 
 # An action as the counting loop hopes to find it.
-_Row = tuple[int, int, int, int, tuple[Action, ...]]
+_Row = tuple[Kind, int, int, int, tuple[Action, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,14 @@ def take_census(program: Program, numbering: Numbering) -> tuple[Census, list[Fa
             # The loop sees every action of long programs, so it only asks whether all is
             # well; `_explain` finds out what is wrong with the few that are not.
             try:
-                if stage in own_stages and not parts:
-                    if kind <= 3:
-                        if 0 <= microbatch < num_microbatches and peer is None:
-                            work[kind][stage * num_microbatches + microbatch] += 1
-                            continue
-                    elif kind <= 7 and 0 <= microbatch < num_microbatches:
+                if stage in own_stages and not parts and 0 <= microbatch < num_microbatches:
+                    if peer is None:
+                        work[kind][stage * num_microbatches + microbatch] += 1
+                    else:
                         number = carried[kind][stage][peer] + microbatch
                         exchanged[rank_of[peer]].append(number)
-                        continue
-            except (TypeError, KeyError):
+                    continue
+            except (TypeError, KeyError, IndexError):
                 pass
             explained = list(_explain(cast(Action, action), rank, program, numbering))
             faults += [

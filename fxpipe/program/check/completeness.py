@@ -235,7 +235,7 @@ def _check_sharding(program: Program, rank: int) -> Iterator[Fault]:
     for position, action in enumerate(program.ranks[rank]):
         kind, stage, _, _, parts = action
         message = ""
-        if kind <= 3 or parts:
+        if kind.is_compute or parts:
             if stage in unsharded and not parts:
                 continue
             sharded = {part.stage for part in parts or (action,)} - unsharded.keys()

@@ -9,84 +9,28 @@ Transfers are rendezvous: complete when both halves are posted, and only then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import length_hint
-from typing import cast
+from collections.abc import Iterator
 
 from fxpipe.program.action import Action, Edges, Kind, Value, reads, send_of, writes
 from fxpipe.program.check.faults import Fault, FaultKind
+from fxpipe.program.play.engine import Play, unit_times
 from fxpipe.program.play.numbering import Numbering
+from fxpipe.program.play.queues import Rendezvous, Streams
 from fxpipe.program.program import Program, Step
 
-__all__ = ["check_progress", "settle"]
-
-# An action as the loop below sees it: in a well-formed program microbatch and peer are
-# numbers wherever they are used.
-_Row = tuple[int, int, int, int, tuple[Action, ...]]
+__all__ = ["check_progress"]
 
 
-def settle(program: Program, numbering: Numbering) -> list[int]:
-    """Let every rank run as far as it can; return how many actions each one did.
-
-    Which rank goes first makes no difference to that, so none is kept in step with
-    another: this is the fastest way through a long program.
-    """
-    needed, made = numbering.reads, numbering.writes
-    carried, arrived = numbering.carried, numbering.num_values
-    there = bytearray(2 * numbering.num_values)
-    posted = bytearray(numbering.num_values)
-    # Only the rank of a value's reader ever waits for it.
-    waiting: dict[int, int] = {}
-    ranks = cast(Sequence[Sequence[_Row]], program.ranks)
-    rest = [iter(actions) for actions in ranks]
-    stopped: list[tuple[_Row, ...]] = [()] * len(ranks)
-    free = list(range(len(ranks)))
-    while free:
-        rank = free.pop()
-        for action in chain(stopped[rank], rest[rank]):
-            kind, stage, microbatch, peer, parts = action
-            if kind <= 3:
-                bases, written = needed[kind][stage], made[kind][stage]
-            elif parts:
-                (bases, written), microbatch = numbering.of_pair(cast(Action, action)), 0
-            elif kind <= 7:
-                number = carried[kind][stage][peer] + microbatch
-                if kind & 1 == 0 and not there[number]:  # a SEND of what is not made yet
-                    stopped[rank] = (action,)
-                    break
-                if posted[number]:
-                    there[number + arrived] = 1
-                    if number + arrived in waiting:
-                        free.append(waiting.pop(number + arrived))
-                posted[number] = 1
-                continue
-            else:
-                continue
-            for base in bases:
-                if not there[base + microbatch]:
-                    waiting[base + microbatch] = rank
-                    break
-            else:
-                for base in written:
-                    there[base + microbatch] = 1
-                    if base + microbatch in waiting:
-                        free.append(waiting.pop(base + microbatch))
-                continue
-            stopped[rank] = (action,)
-            break
-        else:
-            stopped[rank] = ()
-    return [
-        len(actions) - length_hint(left) - len(stop)
-        for actions, left, stop in zip(ranks, rest, stopped, strict=True)
-    ]
-
-
-def check_progress(program: Program, numbering: Numbering, edges: Edges) -> Iterator[Fault]:
+def check_progress(
+    program: Program, numbering: Numbering, edges: Edges, streams: Streams
+) -> Iterator[Fault]:
     """Every read before its write, and what each rank that gets stuck waits for."""
-    position = settle(program, numbering)
-    if all(at == len(actions) for at, actions in zip(position, program.ranks, strict=True)):
+    play = Play(program.ranks, numbering, unit_times(program.num_stages))
+    if streams == "rank":
+        play.network = Rendezvous(play, streams)
+    play.run()
+    position = play.position
+    if play.is_complete:
         return
     made, arrives = _where_written(program, edges)
     for rank, actions in enumerate(program.ranks):

@@ -25,7 +25,7 @@ holds for one stream per pair holds for one per direction too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
@@ -39,12 +39,11 @@ from fxpipe.program.check.completeness import (
 from fxpipe.program.check.faults import Fault, FaultKind, report
 from fxpipe.program.check.progress import check_progress
 from fxpipe.program.play.numbering import Numbering
+from fxpipe.program.play.queues import Streams
 from fxpipe.program.play.walk import check_edges
 from fxpipe.program.program import Program
 
 __all__ = ["Streams", "check_contents", "find_faults", "validate"]
-
-Streams = Literal["pair", "direction"]
 
 
 def validate(program: Program, edges: Edges | None = None, *, streams: Streams = "pair") -> None:
@@ -71,11 +70,9 @@ def find_faults(
     if streams not in get_args(Streams):
         raise ScheduleError(f"streams is one of {get_args(Streams)}, got {streams!r}")
     edges = check_edges(program, edges)
-    numbering = Numbering(
-        program.placement, edges, program.num_microbatches, lowered=program.is_lowered
-    )
+    numbering = Numbering.of(program, edges)
     return check_contents(program, numbering, streams=streams) or tuple(
-        check_progress(program, numbering, edges)
+        check_progress(program, numbering, edges, streams)
     )
 
 
@@ -105,7 +102,7 @@ def _check_message_order(
             at_low, at_high = census.messages[low][high], census.messages[high][low]
             if at_low == at_high:
                 continue
-            if streams == "pair":
+            if streams != "direction":
                 yield _first_difference(program, numbering, (low, high), at_low, at_high)
                 continue
             for sender in (low, high):

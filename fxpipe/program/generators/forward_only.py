@@ -7,12 +7,11 @@ deepest in the model, so that microbatches leave as soon as they can.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.generators.one_f_one_b import round_sizes
 from fxpipe.program.generators.sizes import ANY, check_sizes
+from fxpipe.program.play.overtake import overtaking
 from fxpipe.program.program import Placement, Program
 
 __all__ = ["forward_only", "forward_only_on"]
@@ -68,22 +67,12 @@ def _in_rounds(placement: Placement, num_microbatches: int) -> list[list[Action]
 
 
 def _deepest_first(placement: Placement, num_microbatches: int) -> list[list[Action]]:
-    last = placement.num_stages - 1
-    stage_to_rank = placement.stage_to_rank
-    ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    # What each rank could do now: the deepest stage first, then the oldest microbatch.
-    ready: list[list[tuple[int, int]]] = [[] for _ in ranks]
-    ready[stage_to_rank[0]] = [(0, m) for m in range(num_microbatches)]
-    left = placement.num_stages * num_microbatches
-    while left:
-        done = []
-        for rank, queue in enumerate(ready):
-            if queue:
-                depth, microbatch = heappop(queue)
-                ranks[rank].append(Action(Kind.FORWARD, -depth, microbatch))
-                done.append((-depth, microbatch))
-        for stage, microbatch in done:
-            if stage < last:
-                heappush(ready[stage_to_rank[stage + 1]], (-stage - 1, microbatch))
-        left -= len(done)
-    return ranks
+    orders = [
+        [
+            Action(Kind.FORWARD, stage, microbatch)
+            for stage in reversed(placement.stages_of(rank))
+            for microbatch in range(num_microbatches)
+        ]
+        for rank in range(placement.num_ranks)
+    ]
+    return overtaking(placement, num_microbatches, orders)

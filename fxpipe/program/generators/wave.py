@@ -11,18 +11,17 @@ slot: those on the way down take even slots and those on the way up odd ones
 (relative to the rank), if each turn is put off by the slot or two that this
 needs. With an odd number some do meet, and the program waits a little more.
 
-At both ends the timetable has holes. `_squeeze` runs it as early as it goes and,
+At both ends the timetable has holes. `overtaking` runs it as early as it goes and,
 where a rank would wait, takes what is due next, within a bound on memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
 
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.generators.sizes import SEVERAL, check_sizes
+from fxpipe.program.play.overtake import overtaking
 from fxpipe.program.program import Placement, Program
 
 __all__ = ["wave"]
@@ -61,7 +60,7 @@ def wave(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         ]
         orders.append([action for _, action in sorted(due)])
     limit = num_stages + num_ranks - 1
-    ranks = _squeeze(placement, num_microbatches, orders, limit=limit)
+    ranks = overtaking(placement, num_microbatches, orders, limit=limit)
     return Program.of(placement, num_microbatches, ranks, name="Wave")
 
 
@@ -98,97 +97,3 @@ def _travel(
         slots |= {stage: start + step for step, stage in enumerate(leg)}
         start += num_ranks
     return slots, start
-
-
-@dataclass(slots=True)
-class _Rank:
-    order: Sequence[Action]
-    forwards: list[int] = field(default_factory=list)
-    backwards: list[int] = field(default_factory=list)
-    done: set[int] = field(default_factory=set)
-    head: int = 0
-    live: int = 0
-    free_at: int = 0
-    squeezed: list[Action] = field(default_factory=list)
-
-
-def _squeeze(
-    placement: Placement,
-    num_microbatches: int,
-    orders: Sequence[Sequence[Action]],
-    *,
-    limit: int,
-) -> list[list[Action]]:
-    """Run each rank's order as early as it goes, letting ready actions overtake.
-
-    Of the ready actions a rank takes the one that comes first in its order; a forward
-    only if that leaves at most `limit` residuals, or if it is the very next. So the
-    action that is first in time is never held up, and no rank waits forever.
-    A forward takes one unit of time and a backward two.
-    """
-    ranks = [_Rank(order) for order in orders]
-    due = _positions(placement, num_microbatches, orders)
-    last = placement.num_stages - 1
-    # What becomes ready in the current unit of time and in the two after it.
-    arriving: list[list[Action]] = [[], [], []]
-    arriving[0] = [Action(Kind.FORWARD, 0, m) for m in range(num_microbatches)]
-    left = sum(map(len, orders))
-    now = 0
-    while left:
-        for kind, stage, microbatch, _, _ in arriving[now % 3]:
-            assert microbatch is not None
-            rank = ranks[placement.stage_to_rank[stage]]
-            heap = rank.forwards if kind is Kind.FORWARD else rank.backwards
-            heappush(heap, due[kind][stage][microbatch])
-        arriving[now % 3] = []
-        for rank in ranks:
-            taken = _take(rank, limit) if rank.free_at <= now else None
-            if taken is None:
-                continue
-            rank.free_at = now + (1 if taken.kind is Kind.FORWARD else 2)
-            rank.squeezed.append(taken)
-            left -= 1
-            arriving[rank.free_at % 3] += _followers(taken, last)
-        now += 1
-    return [rank.squeezed for rank in ranks]
-
-
-def _positions(
-    placement: Placement, num_microbatches: int, orders: Sequence[Sequence[Action]]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Where each action stands in the order of its rank: by kind, stage, microbatch."""
-    forward = [[0] * num_microbatches for _ in range(placement.num_stages)]
-    backward = [[0] * num_microbatches for _ in range(placement.num_stages)]
-    due = (forward, backward)
-    for order in orders:
-        for at, (kind, stage, microbatch, _, _) in enumerate(order):
-            assert microbatch is not None
-            due[kind][stage][microbatch] = at
-    return due
-
-
-def _take(rank: _Rank, limit: int) -> Action | None:
-    forwards, backwards = rank.forwards, rank.backwards
-    may_forward = bool(forwards) and (rank.live < limit or forwards[0] == rank.head)
-    if may_forward and (not backwards or forwards[0] < backwards[0]):
-        at = heappop(forwards)
-        rank.live += 1
-    elif backwards:
-        at = heappop(backwards)
-        rank.live -= 1
-    else:
-        return None
-    rank.done.add(at)
-    while rank.head in rank.done:
-        rank.done.discard(rank.head)
-        rank.head += 1
-    return rank.order[at]
-
-
-def _followers(action: Action, last: int) -> tuple[Action, ...]:
-    kind, stage, microbatch, _, _ = action
-    if kind is Kind.FORWARD:
-        if stage < last:
-            return (Action(kind, stage + 1, microbatch),)
-        return (Action(Kind.BACKWARD, stage, microbatch),)
-    return (Action(kind, stage - 1, microbatch),) if stage else ()

@@ -5,8 +5,8 @@ Out: a `Numbering`: for each action kind and stage, the numbers that it reads
      and writes for microbatch 0. Microbatch m is m further on.
 
 The numbers come out of `reads` and `writes`, which stay the one table of
-dependencies. `walk`, `validate`, `lower` and `simulate` share this module. What no
-action reads (weight gradients) has no number: nobody waits for it.
+dependencies. What no action reads (weight gradients) has no number: nobody waits
+for it.
 
 In a lowered program a value that changes rank exists twice: as *made* on the
 rank of its writer, and as *arrived* on the rank of its reader. The second has
@@ -17,17 +17,23 @@ from __future__ import annotations
 
 from typing import cast
 
-from fxpipe.program.action import Action, Edges, Kind, Value, ValueKind, reads, writes
-from fxpipe.program.program import Placement
+from fxpipe.program.action import (
+    COMPUTE_KINDS,
+    TRANSFER_KINDS,
+    Action,
+    Edges,
+    Kind,
+    Value,
+    ValueKind,
+    reads,
+    writes,
+)
+from fxpipe.program.program import Placement, Program
 
-__all__ = ["COMPUTE_KINDS", "SEND_KINDS", "TRANSFER_KINDS", "Numbering"]
-
-COMPUTE_KINDS = tuple(kind for kind in Kind if kind.is_compute)
-TRANSFER_KINDS = tuple(kind for kind in Kind if kind.is_transfer)
-SEND_KINDS = tuple(kind for kind in Kind if kind.is_send)
+__all__ = ["Numbering"]
 
 # A part of a pair in a well-formed program: it has a microbatch.
-_Part = tuple[int, int, int, int | None, tuple[Action, ...]]
+_Part = tuple[Kind, int, int, int | None, tuple[Action, ...]]
 
 
 class Numbering:
@@ -40,58 +46,52 @@ class Numbering:
     """
 
     def __init__(
-        self, placement: Placement, edges: Edges, num_microbatches: int, *, lowered: bool
+        self, placement: Placement, edges: Edges, num_microbatches: int, *, lowered: bool = False
     ) -> None:
         self.num_microbatches = num_microbatches
         self.lowered = lowered
-        self._values: list[Value] = []
-        number: dict[Value, int] = {}
-        for kind in COMPUTE_KINDS:
-            for stage in range(edges.num_stages):
-                for value in reads(Action(kind, stage, 0), edges):
-                    if value not in number:
-                        number[value] = len(number) * num_microbatches
-                        self._values.append(value)
-        self.num_values = len(number) * num_microbatches
-        rank_of = placement.stage_to_rank
+        self._rank_of = placement.stage_to_rank
+        stages = range(edges.num_stages)
+        read = [[reads(Action(kind, s, 0), edges) for s in stages] for kind in COMPUTE_KINDS]
+        written = [[writes(Action(kind, s, 0), edges) for s in stages] for kind in COMPUTE_KINDS]
+        self._values = list(dict.fromkeys(v for row in read for values in row for v in values))
+        self.num_values = len(self._values) * num_microbatches
+        made = {value: n * num_microbatches for n, value in enumerate(self._values)}
         self.crossing = tuple(
-            (base, value)
-            for value, base in number.items()
-            if rank_of[value.stage] != rank_of[value.peer]
+            (base, value) for value, base in made.items() if len(set(self.ends(value))) > 1
         )
-        arrives = {value for _, value in self.crossing} if lowered else set()
-        self.reads = [
-            [
-                tuple(
-                    number[value] + (self.num_values if value in arrives else 0)
-                    for value in reads(Action(kind, stage, 0), edges)
-                )
-                for stage in range(edges.num_stages)
-            ]
-            for kind in COMPUTE_KINDS
-        ]
+        arrived = dict(made)
+        if lowered:
+            arrived |= {value: base + self.num_values for base, value in self.crossing}
+        self.reads = [[tuple(arrived[v] for v in values) for values in row] for row in read]
         self.writes = [
-            [
-                tuple(
-                    number[value]
-                    for value in writes(Action(kind, stage, 0), edges)
-                    if value in number
-                )
-                for stage in range(edges.num_stages)
-            ]
-            for kind in COMPUTE_KINDS
+            [tuple(made[v] for v in values if v in made) for values in row] for row in written
         ]
-        self.carried: list[list[dict[int, int]]] = [
-            [{} for _ in range(edges.num_stages)] for _ in Kind
-        ]
+        self.carried: list[list[dict[int, int]]] = [[{} for _ in stages] for _ in Kind]
         for base, value in self.crossing:
             for kind in TRANSFER_KINDS:
-                here, there = (
-                    (value.stage, value.peer) if kind.is_send else (value.peer, value.stage)
-                )
+                here, there = value.stage, value.peer
+                if kind.is_recv:
+                    here, there = there, here
                 moved = Action(kind, here, 0, there)
                 if value in (*reads(moved, edges), *writes(moved, edges)):
                     self.carried[kind][here][there] = base
+
+    @staticmethod
+    def of(program: Program, edges: Edges) -> Numbering:
+        """The numbering of a program, lowered or not."""
+        return Numbering(
+            program.placement, edges, program.num_microbatches, lowered=program.is_lowered
+        )
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are, those of arrived values included."""
+        return self.num_values * (1 + self.lowered)
+
+    def ends(self, value: Value) -> tuple[int, int]:
+        """The rank that makes a value and the rank that reads it."""
+        return self._rank_of[value.stage], self._rank_of[value.peer]
 
     def value(self, number: int) -> Value:
         """The value with this number, whether as made or as arrived."""
@@ -101,36 +101,26 @@ class Numbering:
     def is_activation(self, number: int) -> bool:
         return self.value(number).kind is ValueKind.ACTIVATION
 
-    def reads_of(self, action: Action) -> list[int]:
+    def reads_of(self, action: Action) -> tuple[int, ...]:
         """What an action reads, parts of a pair included; nothing for other kinds."""
-        kind, stage, microbatch, _, parts = action
-        if parts:
-            return list(self.of_pair(action)[0])
-        if kind > 3 or microbatch is None:
-            return []
-        return [base + microbatch for base in self.reads[kind][stage]]
+        return self._numbers(action, 0)
 
-    def writes_of(self, action: Action) -> list[int]:
+    def writes_of(self, action: Action) -> tuple[int, ...]:
         """What an action writes, parts of a pair included; nothing for other kinds."""
+        return self._numbers(action, 1)
+
+    def _numbers(self, action: Action, side: int) -> tuple[int, ...]:
         kind, stage, microbatch, _, parts = action
         if parts:
-            return list(self.of_pair(action)[1])
-        if kind > 3 or microbatch is None:
-            return []
-        return [base + microbatch for base in self.writes[kind][stage]]
+            return self.of_pair(action)[side]
+        if not kind.is_compute or microbatch is None:
+            return ()
+        table = self.writes if side else self.reads
+        return tuple(base + microbatch for base in table[kind][stage])
 
     def of_pair(self, action: Action) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What an OVERLAP reads from outside itself, and all that it writes."""
-        first, second = cast(tuple[_Part, _Part], action.parts)
-        written = tuple(
-            base + microbatch
-            for kind, stage, microbatch, _, _ in (first, second)
-            for base in self.writes[kind][stage]
-        )
-        read = tuple(
-            base + microbatch
-            for kind, stage, microbatch, _, _ in (first, second)
-            for base in self.reads[kind][stage]
-            if base + microbatch not in written
-        )
-        return read, written
+        parts = cast(tuple[_Part, ...], action.parts)
+        written = tuple(b + m for kind, stage, m, _, _ in parts for b in self.writes[kind][stage])
+        read = tuple(b + m for kind, stage, m, _, _ in parts for b in self.reads[kind][stage])
+        return tuple(n for n in read if n not in written), written

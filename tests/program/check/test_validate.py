@@ -370,7 +370,7 @@ def test_an_edge_without_gradient_sends_none_back():
 
 def test_an_unknown_model_of_streams_is_refused():
     with pytest.raises(
-        ScheduleError, match=r"streams is one of \('pair', 'direction'\), got 'all'"
+        ScheduleError, match=r"streams is one of \('pair', 'direction', 'rank'\), got 'all'"
     ):
         validate(program_of(COMPUTE), streams="all")
 

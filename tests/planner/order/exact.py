@@ -7,7 +7,7 @@ Each rank is a machine that does one action at a time; what an action reads must
 arrived; what a rank holds must stay below its limit at all times. Microbatches of one
 kind and stage keep their order, which costs nothing since they are alike. Solving
 takes seconds for tens of actions per rank and is hopeless for thousands: this is the yardstick for
-`improve`, not its replacement. Needs the extra `fxpipe[solver]`.
+`improve`, not its replacement.
 """
 
 from __future__ import annotations
@@ -17,10 +17,22 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from ortools.sat.python import cp_model
+
 from fxpipe.errors import PlanError
 from fxpipe.planner.order.memory_limit import limits_of
 from fxpipe.planner.order.orders import Orders
-from fxpipe.program import Action, Costs, Edges, Kind, Program, validate
+from fxpipe.program import (
+    Action,
+    Costs,
+    Edges,
+    Kind,
+    Program,
+    ValueKind,
+    reads,
+    validate,
+    writes,
+)
 
 __all__ = ["Optimum", "optimum"]
 
@@ -53,34 +65,21 @@ def optimum(
     """Order the actions of a program so that it ends as early as possible.
 
     Raises:
-        PlanError: ortools is not installed, or no order fits into the memory.
+        PlanError: no order fits into the memory.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise PlanError(
-            "the optimum needs ortools; install it with: pip install 'fxpipe[solver]'"
-        ) from error
     edges = edges or Edges.chain(program.num_stages)
     limits = limits_of(program, memory_limit)
     orders = Orders(program, costs, edges, limits)
+    needs = _needs(orders, costs, edges)
     model = cp_model.CpModel()
-    fits = all(orders.fits(rank, order) for rank, order in enumerate(orders.ranks))
-    scale = _whole_numbers([*orders.durations, *(lag for n in orders.needs for _, lag in n)])
+    scale = _whole_numbers([*orders.durations, *(lag for n in needs for _, lag in n)])
     scale = min(scale, _MOST_TICKS / max(_loads(orders)))
-    ticks = orders.scaled(scale)
-    known = ticks.time_of(ticks.ranks) if fits else None
-    latest = known.makespan if known is not None else 3 * sum(_loads(ticks))
-    horizon = math.ceil(latest)
-    starts, ends = _add_actions(model, ticks, horizon)
-    _add_memory(model, orders, starts, ends)
+    horizon = math.ceil(3 * scale * sum(_loads(orders)))
+    starts, ends = _add_actions(model, orders, needs, scale, horizon)
+    _add_memory(model, orders, costs, starts, ends)
     makespan = model.new_int_var(0, horizon, "makespan")
     model.add_max_equality(makespan, list(ends))
     model.minimize(makespan)
-    if known is not None:
-        for number, end in enumerate(known.ends):
-            model.add_hint(ends[number], round(end))
-            model.add_hint(starts[number], round(end - ticks.durations[number]))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
@@ -111,25 +110,49 @@ def _whole_numbers(values: list[float]) -> float:
     return math.lcm(*(f.denominator for f in fractions)) / above
 
 
-def _add_actions(model: Any, orders: Orders, horizon: int) -> tuple[list[Any], list[Any]]:
+def _needs(orders: Orders, costs: Costs, edges: Edges) -> list[list[tuple[int, float]]]:
+    """For each action those that make what it reads, and how long the way takes."""
+    maker = {v: n for n, action in enumerate(orders.actions) for v in writes(action, edges)}
+    found: list[list[tuple[int, float]]] = []
+    for here, action in zip(orders.rank_of, orders.actions, strict=True):
+        needs = []
+        for value in reads(action, edges):
+            there = orders.rank_of[maker[value]]
+            size = costs.value_bytes(value.kind, value.stage, value.peer)
+            needs.append(
+                (maker[value], 0.0 if there == here else costs.transfer(there, here, size))
+            )
+        found.append(needs)
+    return found
+
+
+def _add_actions(
+    model: Any,
+    orders: Orders,
+    needs: list[list[tuple[int, float]]],
+    scale: float,
+    horizon: int,
+) -> tuple[list[Any], list[Any]]:
     starts, ends, intervals = [], [], []
     for number, duration in enumerate(orders.durations):
         starts.append(model.new_int_var(0, horizon, f"s{number}"))
         ends.append(model.new_int_var(0, horizon, f"e{number}"))
         intervals.append(
-            model.new_interval_var(starts[-1], round(duration), ends[-1], f"i{number}")
+            model.new_interval_var(starts[-1], round(duration * scale), ends[-1], f"i{number}")
         )
     for rank in orders.ranks:
         model.add_no_overlap([intervals[n] for n in rank])
     for number in range(len(orders.actions)):
-        for made, lag in orders.needs[number]:
-            model.add(starts[number] >= ends[made] + round(lag))
+        for made, lag in needs[number]:
+            model.add(starts[number] >= ends[made] + round(lag * scale))
         for made in orders.local[number]:
             model.add(starts[number] >= ends[made])
     return starts, ends
 
 
-def _add_memory(model: Any, orders: Orders, starts: list[Any], ends: list[Any]) -> None:
+def _add_memory(
+    model: Any, orders: Orders, costs: Costs, starts: list[Any], ends: list[Any]
+) -> None:
     """Bound what each rank holds, as a pile of lifetimes from one action to another."""
     number_of = {
         part: number
@@ -142,7 +165,7 @@ def _add_memory(model: Any, orders: Orders, starts: list[Any], ends: list[Any]) 
         lives: list[tuple[Any, Any, float]] = []
         for part in (p for n in numbers for p in orders.actions[n].parts or (orders.actions[n],)):
             if part.kind is Kind.FORWARD:
-                lives += _lives(orders, part, number_of, starts, ends)
+                lives += _lives(costs, part, number_of, starts, ends)
         unit = 1 / _whole_numbers([size for _, _, size in lives])
         room = math.floor(orders.limits[rank] / unit + 1e-6)
         intervals, sizes = [], []
@@ -154,7 +177,7 @@ def _add_memory(model: Any, orders: Orders, starts: list[Any], ends: list[Any]) 
 
 
 def _lives(
-    orders: Orders,
+    costs: Costs,
     forward: Action,
     number_of: dict[Action, int],
     starts: list[Any],
@@ -162,7 +185,10 @@ def _lives(
 ) -> list[tuple[Any, Any, float]]:
     """From when to when a forward's residual, and what is deferred of it, is held."""
     begin = starts[number_of[forward]]
-    residual, deferred = orders.kept(forward.stage)
+    residual, deferred = (
+        costs.value_bytes(kind, forward.stage, forward.stage)
+        for kind in (ValueKind.RESIDUAL, ValueKind.DEFERRED)
+    )
     whole = number_of.get(forward._replace(kind=Kind.BACKWARD))
     if whole is not None:
         return [(begin, ends[whole], residual)]

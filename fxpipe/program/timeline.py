@@ -35,9 +35,10 @@ class Span(NamedTuple):
 class Timeline:
     """What one step looks like in time.
 
-    `spans` is sorted by start. `memory[rank]` is a curve of `(time, bytes)`: from each
-    time on the rank holds so many bytes. `critical_path` is a chain of spans, each
-    started by the end of the one before, that ends with the makespan.
+    A compute span begins when its inputs are there. `spans` is sorted by start.
+    `memory[rank]` is a curve of `(time, bytes)`: from each time on the rank holds so many
+    bytes; it is empty where memory was not measured. `critical_path` is a chain of spans,
+    each started by the end of the one before, that ends with the makespan.
     """
 
     num_ranks: int

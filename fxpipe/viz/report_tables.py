@@ -64,7 +64,7 @@ def _comparison_row(
         _cell(per_microbatch, time.text(per_microbatch)),
         _cell(timeline.idle, f"{timeline.idle:.1%}{_bar(timeline.idle)}"),
         _cell(timeline.idle_in_span, f"{timeline.idle_in_span:.1%}"),
-        _cell(peak, memory.text(peak)),
+        _cell(peak, memory.text(peak) if any(timeline.memory) else "not measured"),
     ]
     button = f'<button type="button">{escape(name)}</button>'
     return (

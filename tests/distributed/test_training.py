@@ -1,8 +1,14 @@
 """Training over real gloo processes equals the plain model on every rank."""
 
-import pytest
+import itertools
+import time
 
+import pytest
+from torch import Tensor, nn
+
+from fxpipe import Schedule1F1B
 from tests.distributed import bodies
+from tests.distributed.bodies import blocks, mse, rand, stages_of
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import SCHEDULE_NAMES
 
@@ -43,3 +49,29 @@ def test_every_message_on_the_process_group(schedule: str) -> None:
 
 def test_every_message_of_a_model_on_the_process_group() -> None:
     run_on_ranks(4, bodies.by_group_alone, bodies.train_model, "gpt", "1F1B", 4, "same")
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return x * 2
+
+
+def waiting_is_not_computing(rank: int) -> None:
+    modules = [Slow(), blocks(1)[0]]
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse)
+    made.step(rand(8, 8), target=rand(8, 8))
+    made.record_timeline()
+
+    made.step(rand(8, 8), target=rand(8, 8))
+
+    slow, quick = made.timeline.busy
+    assert slow >= 0.4
+    assert quick < slow / 2  # it used to be as long: each forward began when the one before ended
+    assert made.timeline.idle_per_rank[1] > 0.5
+    for earlier, later in itertools.pairwise(s for s in made.timeline.of_rank(1) if s.is_compute):
+        assert earlier.end <= later.start
+
+
+def test_a_measured_span_begins_when_its_inputs_are_there() -> None:
+    run_on_ranks(2, waiting_is_not_computing)

@@ -82,6 +82,7 @@ class Executor:
         self.position = 0
         self.since = 0.0
         self.spans: list[Span] | None = None
+        self.waited = 0.0  # for inputs, in seconds, since it was last set to zero
         self._actions = program.ranks[rank]
         self._stage_to_rank = program.placement.stage_to_rank
         self._edges = edges
@@ -224,7 +225,7 @@ class Executor:
             arrived = []
             for slot in taken:
                 value = slots[slot]
-                arrived.append(value if type(value) is list else value.wait())
+                arrived.append(value if type(value) is list else self._await(value))
                 slots[slot] = None
             for slot, made in zip(given, compute(microbatch, arrived), strict=True):
                 slots[slot] = made
@@ -235,6 +236,14 @@ class Executor:
                         release(handle)
 
         return run
+
+    def _await(self, incoming: Incoming) -> list[torch.Tensor]:
+        if self.spans is None:
+            return incoming.wait()
+        begin = time.perf_counter()
+        arrived = incoming.wait()
+        self.waited += time.perf_counter() - begin
+        return arrived
 
     def _bind_send(self, value: Value) -> Run:
         slot, peer = self._slot(value), self._stage_to_rank[value.peer]
@@ -324,11 +333,13 @@ def _stepper(executor: Executor) -> Callable[[int, Run], None]:
         label: Any = contextlib.nullcontext()
         if profiled:
             label = torch.profiler.record_function(f"fxpipe:{action}")
+        executor.waited = 0.0
         start = time.perf_counter()
         with label:
             run()
         if spans is not None:
-            spans.append(Span(executor.rank, action, start, time.perf_counter()))
+            # An action begins when its inputs are there: waiting is not computing.
+            spans.append(Span(executor.rank, action, start + executor.waited, time.perf_counter()))
 
     return step
 

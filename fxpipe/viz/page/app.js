@@ -47,7 +47,8 @@ function choose(index) {
   element("figures").textContent = [
     `${schedule.ranks} ranks, ${schedule.stages} stages, ${schedule.microbatches} microbatches`,
     `makespan ${timeText(schedule.makespan)}`, `idle ${percentText(schedule.idle)}`,
-    `peak memory ${unitText(Math.max(0, ...schedule.peak), data.memory_unit)}`].join(" · ");
+    schedule.memory.some((curve) => curve.length)
+      ? `peak memory ${unitText(Math.max(0, ...schedule.peak), data.memory_unit)}` : "memory not measured"].join(" · ");
   element("chart").setAttribute("aria-label", `Timeline of ${schedule.name}, ${element("figures").textContent}`);
   chart.show(schedule);
   fillLegend(schedule);

@@ -222,10 +222,10 @@ class Chart {
       context.fillStyle = this.colours.ink;
       context.textAlign = "right";
       context.fillText(this.left < 60 ? `r${rank}` : `rank ${rank}`, this.left - 8, base - 3);
-      this.clipToPlot(context, this.memoryHeight, () => this.drawCurve(context, curve, base, most));
+      if (curve.length) this.clipToPlot(context, this.memoryHeight, () => this.drawCurve(context, curve, base, most));
       context.fillStyle = this.colours.rule;
       context.fillRect(this.left, base, this.plot, 1);
-      const text = unitText(schedule.peak[rank], this.memoryUnit);
+      const text = curve.length ? unitText(schedule.peak[rank], this.memoryUnit) : "not measured";
       context.fillStyle = this.colours.muted;
       if (this.right > 40) {
         context.textAlign = "left";

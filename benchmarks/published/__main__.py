@@ -39,7 +39,9 @@ class Result:
     def memory_error(self) -> float | None:
         if self.row.memory is None or self.option is None:
             return None
-        return self.option.peak / self.row.memory - 1
+        # Published figures are what the allocator gave out, without driver and channels.
+        allocated = max(m.total - m.system for m in self.option.prediction.memory)
+        return allocated / self.row.memory - 1
 
 
 def predict_all(rows: Sequence[Row], predictor: Predictor) -> list[Result]:

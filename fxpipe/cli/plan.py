@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,6 @@ import typer
 
 from fxpipe.cli.options import (
     AsJson,
-    Dtype,
     InputsName,
     Meta,
     ModelName,
@@ -26,14 +25,17 @@ from fxpipe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
     from fxpipe.planner.plan import Plan
 
-__all__ = ["memory_bytes", "plan", "plan_examples"]
+__all__ = ["memory_bytes", "plan", "plan_examples", "token_count"]
 
 plan_examples = examples(
     "fxpipe plan gpt --ranks 4 --batch-size 16 --hardware cpu-core",
-    "fxpipe plan 'hf:llama?num_hidden_layers=80&hidden_size=8192' -p 64 --batch-size 256 "
-    "--seq 4096 --dtype bfloat16 --hardware H100 --report plan.html",
+    "fxpipe plan llama3-8b --gpus 64 --hardware H100 --tokens 1T --price 2.5",
+    "fxpipe plan 'hf:llama?num_hidden_layers=8' -p 8 --batch-size 16 --seq 512 "
+    "--dtype bfloat16 --hardware A100 --schedule 1F1B",
     "fxpipe plan gpt -p 2 --batch-size 8 --memory 2GB --schedule 1F1B --json",
 )
 
@@ -50,14 +52,46 @@ _Hardware = Annotated[
     typer.Option(
         "--hardware",
         "-w",
-        help="A preset (A100, H100, H200, B200, MI300X, CPU-core) or a .json or .toml file.",
+        help="A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file.",
         autocompletion=complete_hardware,
     ),
 ]
-_Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Number of ranks (devices).")]
-_BatchSize = Annotated[
-    int, typer.Option("--batch-size", min=1, help="Rows of one step, over all replicas.")
+_Ranks = Annotated[
+    int, typer.Option("--ranks", "--gpus", "-p", min=1, help="Number of ranks (devices).")
 ]
+_BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        "--batch-size", min=1, show_default=False,
+        help="Rows of one step, over all replicas; 32, or 4M tokens of a known model "
+        "(16M from 100B parameters on).",
+    ),
+]  # fmt: skip
+_Group = "Sizes that may be chosen, with commas; auto tries some for models without weights."
+_Tensor = Annotated[str, typer.Option("--tensor-parallel", help=_Group)]
+_Context = Annotated[str, typer.Option("--context-parallel", help=_Group)]
+_Expert = Annotated[str, typer.Option("--expert-parallel", help=_Group)]
+_Sharding = Annotated[
+    str, typer.Option("--sharding", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
+]
+_Kernels = Annotated[str, typer.Option("--kernels", help="eager, compiled, fused or overlapped.")]
+_Float8 = Annotated[bool, typer.Option("--float8", help="Products of blocks in 8 bits.")]
+_Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", help="Say what so many take, such as 15T.", show_default=False),
+]
+_Price = Annotated[
+    float | None,
+    typer.Option("--price", min=0, help="Dollars per GPU and hour.", show_default=False),
+]
+_WhatIf = Annotated[
+    bool, typer.Option("--what-if", help="Plan again with other GPUs, network and memory.")
+]
+_DtypeOrNone = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Of the weights; float32, or bfloat16 for a known model.",
+                 show_default=False),
+]  # fmt: skip
 _Memory = Annotated[
     str | None,
     typer.Option(
@@ -86,7 +120,10 @@ _Width = Annotated[
     typer.Option("--data-parallel", min=1, help="Number of replicas.", show_default=False),
 ]
 _PerRank = Annotated[
-    str, typer.Option("--stages-per-rank", help="Numbers that may be chosen, with commas.")
+    str | None,
+    typer.Option(
+        "--stages-per-rank", help="Numbers that may be chosen, with commas.", show_default=False
+    ),
 ]
 _Checkpointing = Annotated[
     str, typer.Option("--checkpointing", help="What may be chosen of none, selective, full.")
@@ -114,21 +151,30 @@ _Report = Annotated[
 def plan(
     model: ModelName,
     ranks: _Ranks = 4,
-    batch_size: _BatchSize = 32,
+    batch_size: _BatchSize = None,
     hardware: _Hardware = "H100",
     memory: _Memory = None,
     schedules: _Schedules = None,
     microbatch_size: _Sizes = None,
     data_parallel: _Width = None,
-    stages_per_rank: _PerRank = "1,2,4",
+    stages_per_rank: _PerRank = None,
     checkpointing: _Checkpointing = "none,selective,full",
-    optimizer: _Optimizer = "adamw",
+    tensor_parallel: _Tensor = "auto",
+    context_parallel: _Context = "auto",
+    expert_parallel: _Expert = "auto",
+    sharding: _Sharding = "auto",
+    optimizer: _Optimizer = "adamw-master",
+    kernels: _Kernels = "eager",
+    float8: _Float8 = False,
+    tokens: _Tokens = None,
+    price: _Price = None,
+    what_if: _WhatIf = False,
     profiled: _Profile = False,
     improve: _Improve = False,
     top: _Top = 10,
     seq: Seq = None,
     inputs: InputsName = None,
-    dtype: Dtype = "float32",
+    dtype: _DtypeOrNone = None,
     meta: Meta = None,
     save: _Save = None,
     report: _Report = None,
@@ -141,17 +187,39 @@ def plan(
     """
     limit = None if memory is None else memory_bytes(memory)
     sizes = None if microbatch_size is None else _numbers("--microbatch-size", microbatch_size)
-    per_rank = _numbers("--stages-per-rank", stages_per_rank)
+    per_rank = None
+    if stages_per_rank is not None:
+        per_rank = _numbers("--stages-per-rank", stages_per_rank)
+    wanted = None if tokens is None else token_count(tokens)
     for path, ending in ((save, ".json"), (report, ".html")):
         if path is not None and path.suffix.lower() != ending:
             raise InputError(f"a plan is written as {ending} here, but got {path}")
     from fxpipe.cli.named.models import ModelRequest, resolve
+    from fxpipe.planner.known_models import KNOWN
     from fxpipe.planner.plan import plan as make_plan
+    from fxpipe.planner.plan import what_if as ask
+    from fxpipe.planner.plan_text import cost_lines, what_if_rows
     from fxpipe.planner.search.profile import profile
+    from fxpipe.text import aligned
 
-    named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype))
+    is_known = model.lower() in KNOWN
+    kind = dtype or ("bfloat16" if is_known else "float32")
+    named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=kind))
     args, kwargs = named.inputs(2)
-    module = named.build(meta=named.is_built_on_meta_by_default if meta is None else meta)
+    on_meta = named.is_built_on_meta_by_default if meta is None else meta
+    module = named.build(meta=on_meta)
+    if batch_size is None:
+        batch_size = _usual_batch(module, args[0].shape[1]) if is_known else 32
+    chosen = {
+        name: _choice(f"--{name.replace('_', '-')}", text, auto if on_meta else usual[:1])
+        for name, text, usual in (
+            ("tensor_parallel", tensor_parallel, (1,)),
+            ("context_parallel", context_parallel, (1,)),
+            ("expert_parallel", expert_parallel, (1,)),
+            ("sharding", sharding, (0,)),
+        )
+        for auto in (_auto(name, module, ranks, args),)
+    }
     measured = None
     if profiled:
         with _bar("measuring") as tell:
@@ -171,6 +239,12 @@ def plan(
             stages_per_rank=per_rank,
             checkpointing=_words(checkpointing),  # type: ignore[arg-type]
             optimizer=optimizer,
+            kernels=kernels,  # type: ignore[arg-type]
+            float8=float8,
+            tensor_parallel=chosen["tensor_parallel"],
+            context_parallel=chosen["context_parallel"],
+            expert_parallel=chosen["expert_parallel"],
+            sharding=chosen["sharding"],
             profile=measured,
             improve=improve,
             progress=tell,
@@ -182,6 +256,10 @@ def plan(
         print_json(_json(found, model, top, written))
         return
     _show(found, top)
+    if wanted is not None:
+        typer.echo("\n" + "\n".join(cost_lines(found, wanted, price)))
+    if what_if:
+        typer.echo("\n" + "\n".join(aligned(what_if_rows(ask(found)), left=(0, 4))))
     for path in written:
         typer.echo(f"wrote {path}")
 
@@ -203,6 +281,57 @@ def memory_bytes(text: str) -> float:
     if value <= 0:
         raise InputError(f"--memory is a size such as 40GB, 512MiB or 1e9; got {text!r}")
     return value
+
+
+def token_count(text: str) -> float:
+    """A number of tokens from a text such as 15T, 300B or 1e12.
+
+    Raises:
+        InputError: it is not a number.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMBT]?)\s*", text, re.IGNORECASE)
+    value = 0.0
+    if match is not None:
+        try:
+            value = float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ")
+        except ValueError:
+            value = 0.0
+    if value <= 0:
+        raise InputError(f"--tokens is a number such as 15T, 300B or 1e12; got {text!r}")
+    return value
+
+
+def _usual_batch(module: nn.Module, length: int) -> int:
+    """Rows of a step of 4M tokens, or 16M for a large model."""
+    large = sum(p.numel() for p in module.parameters()) > 100e9
+    return max((16 if large else 4) * 2**20 // length, 1)
+
+
+def _auto(name: str, module: nn.Module, ranks: int, args: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes to try for a model without weights."""
+    length = args[0].shape[1] if args and args[0].dim() > 1 else 0
+    has_experts = any(".experts." in f".{key}" for key, _ in module.named_parameters())
+    tries = {
+        "tensor_parallel": (1, 2, 4, 8),
+        "context_parallel": (1, 2, 4, 8) if length > 16384 else (1,),
+        "expert_parallel": (8, 16, 32, 64) if has_experts else (1,),
+        "sharding": (1, 3),
+    }[name]
+    if name == "sharding":
+        return tries
+    return tuple(n for n in tries if ranks % n == 0) or (1,)
+
+
+def _choice(option: str, text: str, auto: Sequence[int]) -> tuple[int, ...]:
+    if text.strip().lower() == "auto":
+        return tuple(auto)
+    if option == "--sharding":
+        return tuple(n - 1 for n in _numbers(option, ",".join(_one_more(text))))
+    return tuple(_numbers(option, text))
+
+
+def _one_more(text: str) -> list[str]:
+    return [str(int(part) + 1) if part.strip().isdigit() else part for part in text.split(",")]
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -146,12 +146,16 @@ class Layer(nn.Module):
             Experts(sizes) if has_experts else Feed(sizes.width, sizes.feed, sizes.gated)
         )
 
-        self.dropout: nn.Module = nn.Identity() if sizes.fused else nn.Dropout(0.1)
+        self.drops = not sizes.fused
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = hidden + self.dropout(self.attention(self.before_attention(hidden)))
-        found: torch.Tensor = hidden + self.dropout(self.feed(self.before_feed(hidden)))
-        return found
+        for norm, part in (
+            (self.before_attention, self.attention),
+            (self.before_feed, self.feed),
+        ):
+            made = part(norm(hidden))
+            hidden = hidden + (_dropped(made) if self.drops else made)
+        return hidden
 
 
 class Attention(nn.Module):
@@ -179,7 +183,7 @@ class Attention(nn.Module):
             mixed = _attention(query, key, value)
         else:
             seen = (query @ key.transpose(2, 3)).softmax(-1)
-            mixed = (functional.dropout(seen, 0.1) @ value).transpose(1, 2).flatten(2)
+            mixed = (_dropped(seen) @ value).transpose(1, 2).flatten(2)
         found: torch.Tensor = self.outside(mixed)
         return found
 
@@ -269,6 +273,12 @@ class Experts(nn.Module):
 
 def _norm(sizes: Sizes) -> nn.Module:
     return nn.RMSNorm(sizes.width) if sizes.gated else nn.LayerNorm(sizes.width)
+
+
+def _dropped(x: torch.Tensor) -> torch.Tensor:
+    """Dropout that keeps a mask of bytes, as a GPU's kernel does."""
+    found: torch.Tensor = torch.native_dropout(x, 0.1, True)[0]
+    return found
 
 
 def _rotated(x: torch.Tensor) -> torch.Tensor:

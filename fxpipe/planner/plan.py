@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
+from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
 from fxpipe.planner.search.candidates import Space, candidates
 from fxpipe.planner.search.option import Option
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.build import Built
     from fxpipe.planner.cost.measured import Profile
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "plan", "what_if"]
 
 _FORMAT = 1
 _KEPT = 40
@@ -158,8 +159,66 @@ def plan(
         subject.opened,
         subject.blocks,
         len(found),
+        _step_flops(subject, options[0]),
         subject,
+        (space, pricing),
     )
+
+
+def what_if(found: Plan, *, effort: int = 60_000) -> list[tuple[str, Plan | None]]:
+    """The plan again with one thing changed; None where nothing fits.
+
+    Raises:
+        PlanError: the plan was loaded and does not hold the model.
+    """
+    if found.subject is None or found.asked is None:
+        raise PlanError("a plan from a file does not hold the model: plan again to ask what if")
+    machine, ranks = found.hardware, found.num_ranks
+    slower = replace(machine.inter, bytes_per_time=machine.inter.bytes_per_time / 4)
+    changes: list[tuple[str, Hardware, int, float]] = [
+        ("as planned", machine, ranks, found.memory_limit),
+        ("half the ranks", machine, max(ranks // 2, 1), found.memory_limit),
+        ("twice the ranks", machine, 2 * ranks, found.memory_limit),
+        ("a quarter of the network", replace(machine, inter=slower), ranks, found.memory_limit),
+        ("half the memory", machine, ranks, found.memory_limit / 2),
+        ("twice the memory", machine, ranks, 2 * found.memory_limit),
+    ]
+    rows: list[tuple[str, Plan | None]] = []
+    for label, where, count, limit in changes:
+        try:
+            rows.append((label, _planned_again(found, where, count, limit, effort)))
+        except PlanError:
+            rows.append((label, None))
+    return rows
+
+
+def _planned_again(found: Plan, where: Hardware, num_ranks: int, limit: float, effort: int) -> Plan:
+    assert found.subject is not None and found.asked is not None
+    subject, (space, pricing) = found.subject, found.asked
+    pricing = replace(pricing, hardware=where, memory_limit=limit)
+    listed = candidates(
+        num_ranks, found.batch_size, subject.num_parts, subject.narrowed(space),
+        fixed_stages=subject.num_stages, num_blocks=len(subject.blocks),
+    )  # fmt: skip
+    options = Search(pricing).run(listed, budget=effort)
+    if not options or options[0].missing(limit) > 0:
+        raise PlanError("nothing fits")
+    return replace(
+        found,
+        options=tuple(options[:_KEPT]),
+        hardware=where,
+        num_ranks=num_ranks,
+        memory_limit=limit,
+        num_candidates=len(listed),
+    )
+
+
+def _step_flops(subject: Subject, best: Option) -> float:
+    """The model's own FLOPs in a step, without what checkpointing repeats."""
+    candidate = best.candidate
+    sizes = {**subject.sizes, "batch": candidate.microbatch_size}
+    each = sum(subject.costs.flops(phase, sizes) for phase in PHASES)
+    return each * candidate.num_microbatches * candidate.data_parallel
 
 
 @dataclass(frozen=True)
@@ -167,7 +226,8 @@ class Plan:
     """Ways to train a model, the best first.
 
     `options[0]` is what the plan chose; see `Option` for its prediction and stages.
-    `opened` are the modules that were looked into, `blocks` those that checkpointing wraps.
+    `opened` are the modules that were looked into, `blocks` those that checkpointing wraps,
+    `flops` what the model itself computes in a step.
     """
 
     options: tuple[Option, ...]
@@ -180,7 +240,9 @@ class Plan:
     opened: tuple[str, ...]
     blocks: tuple[str, ...]
     num_candidates: int
+    flops: float = 0.0
     subject: Subject | None = field(default=None, compare=False, repr=False)
+    asked: tuple[Space, Pricing] | None = field(default=None, compare=False, repr=False)
 
     @property
     def best(self) -> Option:
@@ -195,6 +257,18 @@ class Plan:
     def throughput(self) -> float:
         """Predicted rows per second."""
         return self.batch_size / self.best.step_time if self.best.step_time else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Predicted positions per second on one rank; None without a sequence."""
+        length = self.sizes.get("sequence")
+        return None if not length else self.throughput * length / self.num_ranks
+
+    @property
+    def utilization(self) -> float:
+        """The model's own FLOPs over what the ranks could do in bfloat16 (MFU)."""
+        peak = self.hardware.peak("bfloat16") * self.num_ranks
+        return self.flops / self.step_time / peak if self.step_time else 0.0
 
     def rows(self) -> list[dict[str, Any]]:
         """The ranked table as plain data; `why` says why an option lost."""
@@ -255,6 +329,7 @@ class Plan:
             "opened": list(self.opened),
             "blocks": list(self.blocks),
             "num_candidates": self.num_candidates,
+            "flops": self.flops,
             "options": [option.to_dict() for option in self.options],
         }
         return json.dumps(data, indent=1)
@@ -281,6 +356,7 @@ class Plan:
                 tuple(data["opened"]),
                 tuple(data["blocks"]),
                 data["num_candidates"],
+                data.get("flops", 0.0),
             )
         except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, PlanError):

@@ -9,18 +9,20 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.planner.search.estimate import Memory
-from fxpipe.planner.search.option import Option, loss_of
+from fxpipe.planner.search.option import Option, why_slower
 from fxpipe.text import aligned, bytes_text, html_table, seconds_text
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
 
 __all__ = [
+    "cost_lines",
     "plan_html",
     "plan_text",
     "shortage_text",
     "summary_lines",
     "table_rows",
+    "what_if_rows",
 ]
 
 
@@ -39,7 +41,7 @@ def table_rows(plan: Plan) -> list[dict[str, Any]]:
                 {**asdict(memory), "total": memory.total} for memory in option.prediction.memory
             ],
             "fits": option.missing(plan.memory_limit) <= 0,
-            "why": loss_of(option, plan.best, plan.memory_limit),
+            "why": why_slower(option, plan.best, plan.memory_limit),
         }
         for place, option in enumerate(plan.options)
     ]
@@ -65,13 +67,75 @@ def _head(plan: Plan) -> list[str]:
     if length:
         rate += f" ({plan.throughput * length:,.0f} positions/s)"
     improved = "" if best.program is None else ", in an improved order"
-    return [
+    error = f" +- {plan.hardware.error:.0%}" if plan.hardware.error else ""
+    margin = plan.memory_limit - best.peak
+    lines = [
         f"plan for {plan.num_ranks} ranks of {plan.hardware.name}, batch {plan.batch_size}, "
         f"{bytes_text(plan.memory_limit)} per rank, optimizer {plan.optimizer}",
         f"chosen of {plan.num_candidates}: {best.candidate}{improved}",
-        f"a step takes {seconds_text(best.step_time)}, {rate}; ranks idle "
-        f"{best.prediction.bubble:.1%}; the fullest holds {bytes_text(best.peak)}",
+        f"a step takes {seconds_text(best.step_time)}{error}, {rate}; ranks idle "
+        f"{best.prediction.bubble:.1%}; the fullest holds {bytes_text(best.peak)}, "
+        f"{bytes_text(margin)} are free",
     ]
+    if plan.flops and plan.tokens_per_second:
+        each = plan.flops / best.step_time / plan.num_ranks
+        lines.append(
+            f"each rank does {plan.tokens_per_second:,.0f} tokens/s and {each / 1e12:.4g} TFLOP/s, "
+            f"{plan.utilization:.1%} of its bfloat16 peak (MFU)"
+        )
+    lines += _zero_bubble_line(plan)
+    if not best.candidate.is_buildable:
+        lines.append(
+            "build() makes pipelines with replicas; tensor, context and expert parallelism and "
+            "ZeRO are for you to apply to its stages"
+        )
+    return lines
+
+
+def _zero_bubble_line(plan: Plan) -> list[str]:
+    """Why the plan has no split backward, if it has a pipeline and none is chosen."""
+    if plan.best.candidate.info.splits_backward or plan.best.candidate.pipeline == 1:
+        return []
+    others = [o for o in plan.options if o.candidate.info.splits_backward]
+    if not others:
+        return ["no zero bubble schedule was guessed to fit or to be quick enough to be simulated"]
+    first = others[0]
+    why = why_slower(first, plan.best, plan.memory_limit)
+    return [f"why no zero bubble: the best of them, {first.candidate}, is {why}"]
+
+
+def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:
+    """How long and how dear it is to train on so many tokens, at a price per GPU and hour."""
+    rate = plan.tokens_per_second
+    if not rate:
+        return ["tokens need a model with a sequence"]
+    seconds = tokens / (rate * plan.num_ranks)
+    hours = seconds * plan.num_ranks / 3600
+    error = f" +- {plan.hardware.error:.0%}" if plan.hardware.error else ""
+    text = f"{tokens:.3g} tokens take {seconds / 86400:.3g} days{error}, {hours:,.0f} GPU hours"
+    if price is not None:
+        text += f", ${hours * price:,.0f} at ${price:g} per GPU and hour"
+    return [text]
+
+
+def what_if_rows(rows: Sequence[tuple[str, Plan | None]]) -> list[tuple[str, ...]]:
+    """A table of plans with one thing changed."""
+    table: list[tuple[str, ...]] = [("what if", "step", "tokens/s/rank", "MFU", "option")]
+    for label, found in rows:
+        if found is None:
+            table.append((label, "-", "-", "-", "nothing fits"))
+        else:
+            rate = found.tokens_per_second
+            table.append(
+                (
+                    label,
+                    seconds_text(found.step_time),
+                    "-" if rate is None else f"{rate:,.0f}",
+                    f"{found.utilization:.1%}",
+                    str(found.best.candidate),
+                )
+            )
+    return table
 
 
 def _cut_lines(option: Option) -> list[str]:
@@ -97,7 +161,7 @@ def _cut_lines(option: Option) -> list[str]:
     why += f"per microbatch, {option.imbalance:.3g} times the mean"
     if option.bound:
         # The bound counts transfers too, so it can lie above the compute time alone.
-        why += f"; no cut gets compute and transfers below {seconds_text(option.bound)}"
+        why += f"; no cut gets a rank's compute and transfers below {seconds_text(option.bound)}"
     return [why, *_indented(rows, left=(8,))]
 
 
@@ -127,7 +191,7 @@ def _other_lines(plan: Plan, most: int) -> list[str]:
             f"{option.prediction.bubble:.1%}",
             bytes_text(option.peak),
             str(option.candidate),
-            loss_of(option, plan.best, plan.memory_limit),
+            why_slower(option, plan.best, plan.memory_limit),
         )
         for option in plan.options[: most + 1]
     ]
@@ -203,7 +267,7 @@ def plan_html(plan: Plan) -> str:
                 seconds_text(option.step_time),
                 f"{option.prediction.bubble:.1%}",
                 bytes_text(option.peak),
-                loss_of(option, plan.best, plan.memory_limit),
+                why_slower(option, plan.best, plan.memory_limit),
             )
         )
     lines = "".join(f"<p>{escape(line)}</p>" for line in rest)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.cli.plan import memory_bytes
+from fxpipe.cli.plan import memory_bytes, plan_examples, token_count
 from fxpipe.planner.plan import Plan
 from tests.cli.run import fails, fxpipe, fxpipe_json
 
@@ -40,6 +40,7 @@ def test_hugging_face_configuration_without_weights() -> None:
     found = fxpipe_json(
         "plan", "hf:llama?num_hidden_layers=8", "-p", "8", "--batch-size", "16", "--seq", "512",
         "--dtype", "bfloat16", "--schedule", "1F1B", "--hardware", "a100",
+        "--tensor-parallel", "1", "--sharding", "0",
     )  # fmt: skip
 
     best = found["options"][0]
@@ -63,8 +64,10 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--hardware", "H1000"), "there is no hardware preset 'H1000'; did you mean H100"),
         (("--hardware", "none.toml"), "cannot read the hardware description 'none.toml'"),
         (("--schedule", "1F2B"), "there is no schedule '1F2B'; did you mean"),
-        (("--checkpointing", "some"), "checkpointing is ['some']; known: none, selective, full"),
+        (("--checkpointing", "some"), "checkpointing is ['some']; known: none, selective, 1/4"),
         (("--stages-per-rank", "x"), "--stages-per-rank is a number from 1 up"),
+        (("--tokens", "many"), "--tokens is a number such as 15T, 300B or 1e12; got 'many'"),
+        (("--kernels", "best"), "unknown kernels 'best'; known: eager"),
         (("--optimizer", "lion"), "unknown optimizer 'lion'"),
         (("--data-parallel", "3"), "data_parallel must divide the 2 ranks"),
         (("--out", "plan.txt"), "a plan is written as .json here, but got plan.txt"),
@@ -89,3 +92,30 @@ def test_help_shows_an_example() -> None:
 )
 def test_sizes_are_read(text: str, size: float) -> None:
     assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("15T", 15e12), ("300B", 3e11), ("1e12", 1e12), ("2.5m", 2.5e6)]
+)
+def test_tokens_are_read(text: str, count: float) -> None:
+    assert token_count(text) == count
+
+
+def test_a_known_model_is_planned_with_its_days_and_dollars() -> None:
+    text = fxpipe(
+        "plan", "llama3-8b", "--gpus", "64", "--hardware", "H100", "--tokens", "1T", "--price",
+        "2.5", "--schedule", "1F1B", "--microbatch-size", "1", "--checkpointing", "selective",
+        "--sharding", "3", "--tensor-parallel", "1",
+    )  # fmt: skip
+
+    assert "1e+12 tokens take" in text and "at $2.5 per GPU and hour" in text
+    assert "of its bfloat16 peak (MFU)" in text
+    assert "build() makes pipelines with replicas" in text
+
+
+def test_the_examples_of_the_help_name_options_that_exist() -> None:
+    lines = [line.strip() for line in plan_examples.splitlines() if "fxpipe plan " in line]
+    shown = fxpipe("plan", "--help")
+
+    options = {word for line in lines for word in line.split() if word.startswith("--")}
+    assert lines and all(option in shown for option in options)

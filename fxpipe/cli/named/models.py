@@ -4,6 +4,7 @@
     mine/model.py:build?layers=8      a factory in a file
     package.module:factory            a factory in a module
     hf:llama?num_hidden_layers=4      a Hugging Face configuration; see `huggingface`
+    llama3-70b                        a known model without weights, to plan with
 
 Example inputs come from what the user names (`--inputs`), else from a function
 `example_inputs(batch_size)` beside the factory; likewise `example_target` and `loss_fn`.
@@ -83,6 +84,12 @@ def resolve(request: ModelRequest) -> NamedModel:
         from fxpipe.cli.named.huggingface import HuggingFaceModel
 
         return HuggingFaceModel(request)
+    if not {".", ":", "/"} & set(request.name):
+        from fxpipe.cli.named.known import KnownModel
+        from fxpipe.planner.known_models import KNOWN
+
+        if request.name.lower() in KNOWN:
+            return KnownModel(request)
     return FactoryModel(request)
 
 

@@ -23,7 +23,7 @@ from fxpipe.planner.cost.collectives import Collective, Group, collective_time
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.watch import Observation, Op
 
-__all__ = ["Layout", "op_time", "share_of"]
+__all__ = ["Layout", "communication", "op_time", "share_of"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -225,9 +225,18 @@ def _collective(kind: Collective, group: str, num_bytes: float) -> Op:
     return Op(kind, "memory", "bfloat16", 0, num_bytes, 0, group=group)
 
 
-def communication(ops: Sequence[Op], hardware: Hardware, layout: Layout) -> float:
-    """Seconds of a node's collectives that nothing in the node hides."""
+def communication(
+    ops: Sequence[Op], hardware: Hardware, layout: Layout, *, tensor_share: float = 1.0
+) -> float:
+    """Seconds of a node's collectives that nothing in the node hides.
+
+    Of a tensor group's collectives `tensor_share` shows.
+    """
     ring = sum(op_time(op, hardware, layout) for op in ops if op.name == "ring")
     attention = sum(op_time(op, hardware, layout) for op in ops if op.op_class == "attention")
-    rest = sum(op_time(op, hardware, layout) for op in ops if op.group and op.name != "ring")
+    rest = sum(
+        op_time(op, hardware, layout) * (tensor_share if op.group == "tensor" else 1.0)
+        for op in ops
+        if op.group and op.name != "ring"
+    )
     return rest + max(ring - attention, 0.0)

@@ -48,16 +48,16 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 # which is a guess. `matmul` falls short of the peak mostly because of power.
 _AMPERE: Mapping[str, Any] = MappingProxyType(
     {
-        "efficiency": {"matmul": 0.78, "attention": 0.55, "convolution": 0.5, "memory": 0.8},
-        "half_intensity": 40.0,
+        "efficiency": {"matmul": 0.72, "attention": 0.55, "convolution": 0.5, "memory": 0.8},
+        "half_intensity": 80.0,
         "intra_share": 0.75,
         "inter_share": 0.75,
-        "jitter": 0.05,
+        "jitter": 0.07,
     }
 )
 _HOPPER: Mapping[str, Any] = MappingProxyType(
     {
-        "efficiency": {"matmul": 0.7, "attention": 0.5, "convolution": 0.5, "memory": 0.8},
+        "efficiency": {"matmul": 0.74, "attention": 0.33, "convolution": 0.5, "memory": 0.8},
         "half_intensity": 60.0,
         "intra_share": 0.75,
         "inter_share": 0.75,

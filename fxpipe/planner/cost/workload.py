@@ -178,7 +178,11 @@ class _Prices:
             phase: math.fsum(op_time(op, machine, layout) for op in seen.ops(phase) if not op.group)
             for phase in PHASES
         }
-        waits = {phase: communication(seen.ops(phase), machine, layout) for phase in PHASES}
+        shown = 0.25 if self.training.kernels == "overlapped" else 1.0
+        waits = {
+            phase: communication(seen.ops(phase), machine, layout, tensor_share=shown)
+            for phase in PHASES
+        }
         cheap = math.fsum(
             op_time(op, machine, layout)
             for op in seen.forward

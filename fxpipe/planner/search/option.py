@@ -18,7 +18,7 @@ from fxpipe.planner.search.estimate import Memory, Prediction, edges_of, stage_c
 from fxpipe.program import Edges, Placement, Program, StageCosts, Timeline, lower, simulate
 from fxpipe.text import bytes_text
 
-__all__ = ["Option", "loss_of"]
+__all__ = ["Option", "why_slower"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Option:
         )
 
 
-def loss_of(option: Option, best: Option, limit: float) -> str:
+def why_slower(option: Option, best: Option, limit: float) -> str:
     """Why an option lost against the best one, in a few words."""
     if option is best:
         return "chosen"

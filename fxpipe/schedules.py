@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import torch
 
 from fxpipe.errors import InputError, ScheduleError
-from fxpipe.microbatch import Microbatches, merge_chunks
 from fxpipe.program import Action, Kind, Program, Timeline, validate
 from fxpipe.program.generators import get_schedule
 from fxpipe.runtime.agree.arguments import (
@@ -104,7 +103,6 @@ class Schedule:
     ) -> None:
         self._stages = stage_list(stages)
         self.n_microbatches = count_microbatches(n_microbatches)
-        self._output_merge_spec = output_merge_spec
         self._hooks = Hooks({}, {}, {})
         group = self._stages[0].group
         self.program = self._make_program(count_ranks(group, self._stages, self.schedule_name))
@@ -112,6 +110,7 @@ class Schedule:
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
+            output_merge_spec=output_merge_spec,
             scale_grads=scale_grads,
             timeout=timeout_seconds(timeout),
             receives=receives,
@@ -183,17 +182,17 @@ class Schedule:
     def before(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` before every action of a kind, such as "F" or "SEND_F"."""
         self._hooks.before.setdefault(action_kind(kind), []).append(callback)
-        self._session.forget_plans()
+        self._hooks.version += 1
 
     def after(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` after every action of a kind."""
         self._hooks.after.setdefault(action_kind(kind), []).append(callback)
-        self._session.forget_plans()
+        self._hooks.version += 1
 
     def replace(self, kind: str | Kind, function: Callable[[ActionContext], None]) -> None:
         """Let `function(context)` do the actions of a kind; `context.default()` is our way."""
         self._hooks.instead[action_kind(kind)] = function
-        self._session.forget_plans()
+        self._hooks.version += 1
 
     def record_timeline(self, enabled: bool = True) -> None:
         """Measure the following steps; see `timeline`."""
@@ -243,25 +242,14 @@ class Schedule:
         return_outputs: bool,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        args = tuple(self._taken(arg) for arg in args)
-        call = Call(
-            training, args, kwargs, self._taken(target), dict(loss_kwargs or {}), return_outputs
-        )
+        call = Call(training, args, kwargs, target, loss_kwargs or {}, return_outputs)
         outcome = self._session.step(call)
         self.loss, self.aux_loss = outcome.loss, outcome.aux
         if losses is not None:
             losses[:] = outcome.losses
         if outcome.spans is not None:
             self._timeline = measured_timeline(self.program.num_ranks, outcome.spans)
-        if outcome.outputs is None:
-            return None
-        return merge_chunks(outcome.outputs, self._output_merge_spec, rows=outcome.rows)
-
-    def _taken(self, value: Any) -> Any:
-        """Microbatches from an iterator are taken once per step."""
-        if isinstance(value, Microbatches):
-            return Microbatches(value.take(self.n_microbatches), rows=value.rows)
-        return value
+        return outcome.output
 
 
 class PipelineScheduleSingle(Schedule):

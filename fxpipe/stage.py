@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.stage.stage_kind import ManualFront, TracedFront
+from fxpipe.runtime.stage.stage_kind import Front, ManualFront, TracedFront
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ class PipelineStage:
         self.device = torch.device(device)
         self.group = group
         self.dw_builder = dw_builder
-        self.front: ManualFront | TracedFront = ManualFront(
-            _as_tuple(input_args), _as_tuple(output_args)
-        )
+        self.front: Front = ManualFront(_as_tuple(input_args), _as_tuple(output_args))
 
     @property
     def is_first(self) -> bool:
@@ -113,7 +111,7 @@ def build_stage(
     if not any(tensor.is_meta for tensor in (*stage_module.parameters(), *stage_module.buffers())):
         stage_module.to(device)
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.front = TracedFront(pipe_info, stage_index)
+    stage.front = TracedFront(pipe_info)
     return stage
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -158,11 +159,12 @@ def parse(source: str) -> Any:
     """Read what `text` wrote: an int, a sympy expression, or a condition.
 
     Raises:
-        InputError: the text is not an expression of names, numbers and + - * / // % ** max min.
+        InputError: the text is not an expression of names, numbers and + - * / // % ** max min,
+            or describes a number too large to be a size.
     """
     try:
         result = _read(ast.parse(source, mode="eval").body)
-    except (SyntaxError, KeyError, TypeError) as error:
+    except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"cannot read {source!r} as a size or condition") from error
     return int(result) if isinstance(result, sympy.Integer) else result
 
@@ -174,7 +176,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: lambda a, b: sympy.floor(a / b),
     ast.Mod: sympy.Mod,
-    ast.Pow: operator.pow,
+    ast.Pow: lambda a, b: _power(a, b),
 }
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: sympy.Eq,
@@ -189,6 +191,15 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "min": sympy.Min,
     "ceil_div": lambda a, b: sympy.ceiling(a / b),
 }
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """A power, unless it is a number beyond all sizes: files may hold 9**9**9."""
+    if exponent.is_number:
+        bits = math.log2(max(abs(float(base)), 1.0)) if base.is_number else 1.0
+        if abs(exponent) * bits > 1000:
+            raise ValueError("the power is too large")
+    return base**exponent
 
 
 def _read(tree: ast.expr) -> Any:

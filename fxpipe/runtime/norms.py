@@ -17,9 +17,8 @@ def gradient_norm(session: Session, norm_type: float) -> float:
 
     Every rank adds the stages' parts in stage order, so all get the same number.
     """
-    peers = session.peers
     skipped: set[int] = set()
-    for group in peers.tied:
+    for group in session.tied():
         for rank, copies in group.parameters.items():
             skipped |= {id(p) for p in (copies[1:] if rank == group.owner else copies)}
     mine: dict[int, float] = {}
@@ -32,8 +31,9 @@ def gradient_norm(session: Session, norm_type: float) -> float:
         if grads:
             mine[index] = _part(grads, norm_type)
     parts: dict[int, float] = {}
-    for found in peers.control.gather(mine):
-        parts.update(found)
+    with session.call("clip_grad_norm_") as control:
+        for found in control.gather(mine):
+            parts.update(found)
     return _norm_of_norms([parts[index] for index in sorted(parts)], norm_type)
 
 

@@ -1,30 +1,44 @@
-"""One schedule on this process: step after step, on all ranks or on none.
+"""One schedule on this process: call after call, on all ranks or on none.
 
-A `Session` owns the stages of this process and does what a schedule's `step` and
-`eval` promise: agree with the other ranks on a plan, then run it (see `stepping`).
+A `Session` owns the stages of this process and does what a schedule's `step` and `eval` promise:
+prepare what it was passed, agree with the other ranks on a plan, then run it (see `step_run`). A
+call has one deadline, and ranks that make different calls are told so.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.program import Program, lower
+from fxpipe.program import Program, Span, lower
+from fxpipe.program.text import parse_action
 from fxpipe.runtime.agree.inputs import signature
-from fxpipe.runtime.agree.interfaces import raise_together
-from fxpipe.runtime.agree.peers import Peers, meet
-from fxpipe.runtime.agree.request import Call, Options, StepPlan
-from fxpipe.runtime.agree.step_plan import make_plan
+from fxpipe.runtime.agree.module_state import ModuleState, surroundings
+from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
+from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan, check_pipelines
+from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.sync import GradSync, NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.rollback import ChangingBuffers
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import Outcome, StepRun
-from fxpipe.runtime.wire.local_group import resolve_group
+from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, control_of
+from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
+from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
+from fxpipe.runtime.wire.transport import (
+    GroupTransport,
+    LocalChannels,
+    LocalTransport,
+    Transport,
+    TransportError,
+)
 
 __all__ = ["Session"]
 
@@ -43,9 +57,20 @@ class Session:
         self.options = options
         self.hooks = hooks
         self.records_spans = False
-        self._peers: Peers | None = None
-        self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self.sums_weights: bool | None = None
+        self.changing = ChangingBuffers()
+        self.plan: StepPlan | None = None
+        self._running: StepPlan | None = None
+        self._number = 0
+        self._is_busy = False
+        self._control: Control | None = None
+        self._transports: Mapping[int, Transport] = {}
+        self._state = ModuleState(stages)
+        self._device_types = sorted({stage.device.type for stage in stages})
+        self._keys: OrderedDict[Any, int] = OrderedDict()
+        self._num_keys = 0
+        self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
+        self._tied_epoch = 0
         self._gave_up: list[GradSync] = []
 
     @property
@@ -53,30 +78,45 @@ class Session:
         return self.program.num_stages - 1 in self.stages
 
     @property
-    def peers(self) -> Peers:
-        if self._peers is None:
-            self._peers = meet(
-                self.group,
-                self.stages,
-                self.program,
-                {
-                    "scale_grads": self.options.scale_grads,
-                    "receives": self.options.receives,
-                },
-                self.options.tied,
-                has_loss=self.has_last_stage and self.options.loss_fn is not None,
-                timeout=self.options.timeout,
+    def is_local(self) -> bool:
+        return isinstance(self.group, LocalGroup)
+
+    @contextlib.contextmanager
+    def call(self, name: str) -> Iterator[Control]:
+        """Make a call that all ranks make together: one of `control.CALLS`.
+
+        Raises:
+            InputError: another call of this schedule is not over yet.
+            RemoteStageError: an earlier call has broken the connection to the other ranks.
+        """
+        if self._is_busy:
+            raise InputError(
+                f"{name}() was called while another call of the same schedule is not over: "
+                "from a hook, a loss function, or another thread"
             )
-        return self._peers
+        self._is_busy = True
+        try:
+            deadline = Deadline(self.options.timeout)
+            control = self._control
+            if control is None:
+                control = LocalControl()
+                if not isinstance(self.group, LocalGroup):
+                    control = control_of(self.group, deadline)
+                self._control = control
+            control.begin(name, self._number, deadline, self._status)
+            try:
+                yield control
+            finally:
+                control.end()
+        finally:
+            self._is_busy = False
+            self._running = None
 
-    @property
-    def plan(self) -> StepPlan | None:
-        """The plan of the latest step."""
-        return next(reversed(self._plans.values()), None)
-
-    def forget_plans(self) -> None:
-        """Agree anew at the next step, for example after a hook was added."""
-        self._plans.clear()
+    def _status(self) -> str:
+        running = self._running
+        if running is None:
+            return "agreeing with the other ranks"
+        return "; ".join(executor.status() for executor in running.executors)
 
     def step(self, call: Call) -> Outcome:
         """Run one step on all ranks.
@@ -85,18 +125,28 @@ class Session:
             the user's exception where it happened, RemoteStageError on the other ranks;
             InputError or PipeliningShapeError on all ranks, before anything is sent.
         """
-        peers = self.peers
-        try:
-            plan = self._agree(call, peers)
-        except Exception as error:
-            self._tell_replicas(call, f"{type(error).__name__}: {error}")
-            raise
-        return StepRun(self, peers, plan, call).run()
+        with self.call("step" if call.training else "eval") as control:
+            try:
+                plan, call, chunks, records = self._agree(call, control)
+            except TransportError as error:
+                here = Failure(control.rank, None, None, "", "", "")
+                raise remote_error(control.lost(error, here)) from error
+            except BaseException as error:
+                self._tell_replicas(call, "{}: {}".format(*described(error)))
+                raise
+            self.plan = self._running = plan
+            run = StepRun(
+                self, control, self._transports, plan, call, chunks, records_spans=records
+            )
+            outcome = run.run()
+            if records:
+                outcome = self._with_all_spans(outcome, control)
+            return outcome
 
     def _tell_replicas(self, call: Call, message: str) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""
         syncs = {i: grad_sync(stage.submod) for i, stage in self.stages.items()}
-        trains = call.training and self._peers is not None and self._peers.has_loss
+        trains = call.training and self.plan is not None and self.plan.has_loss
         if not trains or all(isinstance(sync, NoSync) for sync in syncs.values()):
             return
         sharded = any(sync.is_sharded for sync in syncs.values())
@@ -112,59 +162,157 @@ class Session:
             sync.end()
         self._gave_up = list(syncs.values())  # until the others have heard it
 
-    def _agree(self, call: Call, peers: Peers) -> StepPlan:
-        control, problem, key = peers.control, None, 0
-        autocast = self.autocast()
+    def _agree(self, call: Call, control: Control) -> tuple[StepPlan, Call, Chunks, bool]:
+        """The plan for this call, the same on all ranks, and the inputs split for it."""
+        chunks, problem, key = Chunks([], [], None), None, -1
         try:
-            self._check(call, peers)
-            key = hash(
-                (signature(call.args, call.kwargs, call.target), self._state_key(), autocast)
-            )
-        except Exception as error:
+            self._check(call)
+            call = call.taken(self.program.num_microbatches)
+            front = next(iter(self.stages.values())).front
+            chunks = split_call(call, front, self.options, self.program.num_microbatches)
+            key = self._key_of(call)
+        except BaseException as error:
             problem = error
-        vectors = control.exchange([int(problem is not None), key, int(call.training)])
+        if not self._number:
+            plan, records = self._make_plan(call, chunks, problem, key, control)
+            return plan, call, chunks, records
+        vectors = control.exchange([problem is not None, key, self.records_spans])
         if any(v[0] for v in vectors):
-            raise_together(control, problem)
-        if len({v[2] for v in vectors}) > 1:
-            calls = [
-                f"rank {r} calls {'step' if v[2] else 'eval'}()" for r, v in enumerate(vectors)
-            ]
-            raise InputError(f"all ranks must make the same call, but {', '.join(calls)}")
-        plan = self._plans.get(vectors)
-        if plan is None:
-            plan = make_plan(
-                call, self.stages, self.program, self.options, peers, self.hooks, autocast
-            )
-            self._plans[vectors] = plan
-            if len(self._plans) > MAX_PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(vectors)
-        return plan
+            told = None if problem is None else described(problem)
+            raise_problems(control.gather(told), problem)
+        keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
+        found = self._plans.get(keys)
+        if found is None:
+            found, _ = self._make_plan(call, chunks, None, key, control)
+        self._plans.move_to_end(keys)
+        return found, call, chunks, records
 
-    def _check(self, call: Call, peers: Peers) -> None:
+    def _make_plan(
+        self,
+        call: Call,
+        chunks: Chunks,
+        problem: BaseException | None,
+        key: int,
+        control: Control,
+    ) -> tuple[StepPlan, bool]:
+        """Make a plan together, and remember it under every rank's key."""
+        maker = PlanMaker(
+            self.stages,
+            self.program,
+            self.options,
+            self.hooks,
+            call,
+            autocast=bool(self.autocast()),
+            is_local=self.is_local,
+        )
+        brief: dict[str, Any] = {}
+        ranks = list(range(self.program.num_ranks)) if self.is_local else [control.rank]
+        try:
+            maker.check_own_stages(ranks)
+            if problem is None:
+                brief = maker.brief(chunks)
+        except BaseException as error:
+            problem = error
+        said = control.gather(
+            {
+                "problem": None if problem is None else described(problem),
+                "key": key,
+                "pipeline": maker.pipeline_facts(),
+                "records": self.records_spans,
+                "ties": self._state.epoch != self._tied_epoch,
+                "brief": brief,
+            }
+        )
+        check_pipelines([one["pipeline"] for one in said])
+        raise_problems([one["problem"] for one in said], problem)
+        self._connect(control, maker)
+        plan = maker.make(
+            [one["brief"] for one in said],
+            chunks,
+            control,
+            self._transports,
+            broadcasts_tied=any(one["ties"] for one in said),
+        )
+        self._tied_epoch = self._state.epoch
+        self._plans[tuple(one["key"] for one in said)] = plan
+        if len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+        if not self._number:
+            self._number = 1
+            if isinstance(control, GroupControl):
+                control.schedules += 1
+                self._number = control.schedules
+        return plan, any(one["records"] for one in said)
+
+    def _connect(self, control: Control, maker: PlanMaker) -> None:
+        if self._transports:
+            return
+        if not isinstance(control, GroupControl):
+            channels = LocalChannels()
+            ranks = range(self.program.num_ranks)
+            self._transports = {rank: LocalTransport(rank, channels) for rank in ranks}
+            return
+        device = next(iter(self.stages.values())).device
+        transport = control.transport(device)
+        self._transports = {control.rank: transport}
+        if isinstance(transport, GroupTransport) and device.type != "cpu":
+            rank_of = self.program.placement.stage_to_rank
+            edges = maker.front.edges(self.program.num_stages)
+            pairs = {tuple(sorted((rank_of[a], rank_of[b]))) for a, b in edges}
+            ours = [p for p in sorted(pairs) if p[0] != p[1] and control.rank in p]
+            peers = [b if a == control.rank else a for a, b in ours]
+            transport.warm_up(peers, control.rank, device)
+
+    def _check(self, call: Call) -> None:
         if call.training and not torch.is_grad_enabled():
             raise InputError(
                 "step() computes gradients: call it outside torch.no_grad(), or call eval()"
             )
-        if self.has_last_stage and peers.has_loss and call.training and call.target is None:
+        has_loss = self.has_last_stage and self.options.loss_fn is not None
+        if has_loss and call.training and call.target is None:
             raise InputError(
                 "step() needs the target for loss_fn on the rank of the last stage, "
                 "but target is None there"
             )
 
-    def _state_key(self) -> int:
-        """Changes when parameters are frozen, thawed or cast."""
-        return hash(
-            tuple(
-                (p.requires_grad, p.dtype)
-                for stage in self.stages.values()
-                for p in stage.submod.parameters()
-            )
+    def _key_of(self, call: Call) -> int:
+        """A number that stands for all that a plan depends on; found by comparing all of it."""
+        key = (
+            call.training,
+            signature(call.args, call.kwargs, call.target),
+            self._state.key(),
+            surroundings(self._device_types),
+            self.hooks.version,
         )
+        number = self._keys.get(key)
+        if number is None:
+            self._num_keys += 1
+            number = self._keys[key] = self._num_keys
+            if len(self._keys) > MAX_PLANS:
+                self._keys.popitem(last=False)
+        return number
+
+    def _with_all_spans(self, outcome: Outcome, control: Control) -> Outcome:
+        """Everybody's measured times."""
+        mine = [(s.rank, str(s.action), s.start, s.end) for s in outcome.spans or ()]
+        spans = [
+            Span(rank, parse_action(action), start, end)
+            for found in control.gather(mine)
+            for rank, action, start, end in found
+        ]
+        return replace(outcome, spans=spans if self.records_spans else None)
 
     def autocast(self) -> tuple[str, ...]:
-        types = {stage.device.type for stage in self.stages.values()}
-        return tuple(t for t in sorted(types) if torch.is_autocast_enabled(t))
+        return tuple(t for t in self._device_types if torch.is_autocast_enabled(t))
+
+    def tied(self) -> Sequence[ties.TiedGroup]:
+        """The parameters that several stages share, with the copies of this process."""
+        if self.plan is not None:
+            return self.plan.tied
+        front = next(iter(self.stages.values())).front
+        modules = {index: stage.submod for index, stage in self.stages.items()}
+        rank_of = self.program.placement.stage_to_rank
+        return ties.find_tied((*front.tied, *self.options.tied), modules, rank_of)
 
     def parameters(self) -> list[nn.Parameter]:
         found = (p for stage in self.stages.values() for p in stage.submod.parameters())

@@ -1,44 +1,47 @@
-"""Run one step of a session: on all ranks, or on none.
+"""Run one step of a session as a transaction: on all ranks, or on none.
 
-Inputs are split and handed to the stages, the program runs, all ranks confirm, and
-gradients are made whole. Whatever goes wrong on any rank, every rank takes part in
-the confirmation at the end and then raises; so the next step, or another schedule,
-can follow.
+    work     hand the inputs to the stages, run the program, merge the outputs
+    confirm  one exchange: all ranks succeeded, or all raise
+    whole    where needed: tied gradients, weighted losses, gradients of inputs; confirm again
+
+Whatever goes wrong on any rank, every rank takes part in the confirmation and then raises; so the
+next step, or another schedule, can follow. Nothing after the last confirmation can fail. A step
+that fails leaves gradients and buffers as they were before it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fxpipe.errors import InputError, RemoteStageError
-from fxpipe.microbatch import split_target
+from fxpipe.errors import InputError
+from fxpipe.microbatch import merge_chunks, split_target
 from fxpipe.program import Program, Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
-from fxpipe.runtime.agree.peers import Peers
-from fxpipe.runtime.agree.request import Call, Chunks, Options, StepPlan, split_call
+from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
+from fxpipe.runtime.agree.step_plan import StepPlan
 from fxpipe.runtime.parameters import tied as ties
+from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
-from fxpipe.runtime.stage.stage_kind import Stage, TracedFront
+from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import PAIR_AND_AUX, StepData
-from fxpipe.runtime.wire.control import Control, Fault, remote_error
-from fxpipe.runtime.wire.transport import TransportError
+from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
+from fxpipe.runtime.wire.transport import Transport, TransportError
 
 __all__ = ["Outcome", "StepRun"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a step found out on this process. `loss` is known where the last stage is."""
 
-    outputs: list[Any] | None
-    rows: tuple[int, ...] | None
+    output: Any
     losses: list[torch.Tensor]
     loss: torch.Tensor | None
     aux: torch.Tensor | None
@@ -50,14 +53,17 @@ class Context(Protocol):
 
     program: Program
     options: Options
-    records_spans: bool
     sums_weights: bool | None
+    changing: ChangingBuffers
 
     @property
     def stages(self) -> Mapping[int, Stage]: ...
 
     @property
     def has_last_stage(self) -> bool: ...
+
+    @property
+    def is_local(self) -> bool: ...
 
     def autocast(self) -> tuple[str, ...]: ...
 
@@ -67,12 +73,22 @@ class Context(Protocol):
 class StepRun:
     """One step."""
 
-    def __init__(self, session: Context, peers: Peers, plan: StepPlan, call: Call) -> None:
-        self.session, self.peers, self.plan, self.call = session, peers, plan, call
-        self.control: Control = peers.control
-        self.trains = call.training and peers.has_loss
+    def __init__(
+        self,
+        session: Context,
+        control: Control,
+        transports: Mapping[int, Transport],
+        plan: StepPlan,
+        call: Call,
+        chunks: Chunks,
+        *,
+        records_spans: bool,
+    ) -> None:
+        self.session, self.plan, self.call, self.chunks = session, plan, call, chunks
+        self.control, self.transports = control, transports
+        self.records_spans = records_spans
+        self.trains = call.training and plan.has_loss
         self.leaves = InputLeaves()
-        self.check_unchanged: Callable[[], None] = lambda: None
         self.step = StepData(
             is_training=self.trains,
             weights=plan.weights,
@@ -86,18 +102,28 @@ class StepRun:
 
     def run(self) -> Outcome:
         stash = self._stash()
+        rollback = self._rollback(stash)
         syncs = [runner.sync for runner in self.plan.runners.values()] if self.trains else []
-        failure: Exception | None = None
-        self.control.begin(self._status)
+        outcome: list[Outcome] = []
         try:
             for sync in syncs:
                 sync.begin(self.session.options.timeout, None if stash is None else stash.earlier)
             with torch.set_grad_enabled(self.trains):
-                failure = self._work()
+                failure = self._work(outcome)
             scale = self._confirm(failure)
-            self._make_whole(stash, scale)
+            if self._needs_whole(scale):
+                self._confirm(self._attempt(lambda: self._make_whole(scale)))
+        except BaseException as error:
+            if stash is not None:
+                stash.undo()
+            self._note_lost(error, rollback.undo())
+            raise
+        else:
+            if stash is not None:
+                stash.restore(scale)
+                self.session.sums_weights = scale is not None
+            rollback.commit()
         finally:
-            self.control.end()
             for sync in syncs:
                 sync.end()
             for runner in self.plan.runners.values():
@@ -105,22 +131,43 @@ class StepRun:
                 runner.sync.reshard()
             for executor in self.plan.executors:
                 executor.clear()
-            if self.peers.channels is not None:
-                self.peers.channels.clear()
-        return self._outcome(scale)
+            for transport in self.transports.values():
+                transport.abandon()
+        return outcome[0]
 
-    def _status(self) -> str:
-        return "; ".join(executor.status() for executor in self.plan.executors)
+    # Gradients and buffers as they were
 
-    # Inputs
+    def _stash(self) -> ties.GradStash | None:
+        """Old gradients go aside where the step's own must be told apart from them."""
+        if not self.trains:
+            return None
+        if self.session.sums_weights is not False:
+            return ties.GradStash(self.session.parameters())
+        shared = [p for group in self.plan.tied for some in group.parameters.values() for p in some]
+        return ties.GradStash(shared)
+
+    def _rollback(self, stash: ties.GradStash | None) -> Rollback:
+        apart = set() if stash is None else stash.ids
+        parameters = self.session.parameters() if self.trains else []
+        modules = [(f"stage {i}", stage.submod) for i, stage in self.session.stages.items()]
+        kept = [p for p in parameters if id(p) not in apart]
+        return Rollback(kept, modules, self.session.changing)
+
+    def _note_lost(self, error: BaseException, lost: list[str]) -> None:
+        if lost:
+            note(
+                error,
+                f"the failed step has changed {', '.join(lost)} for the first time; "
+                "their values from before the step are not known",
+            )
+
+    # The program
 
     def _prepare(self) -> None:
-        """Split the inputs and hand them to the stages."""
+        """Hand the inputs to the stages."""
         session, n = self.session, self.session.program.num_microbatches
-        call = self._with_routed_inputs()
-        chunks = split_call(call, session.stages, session.options, n)
-        self.check_unchanged = chunks.check_unchanged
-        self.step.targets = None
+        call, chunks = self._with_routed_inputs()
+        self.chunks = chunks
         if session.has_last_stage and call.target is not None:
             self.step.targets, _ = split_target(call.target, n, self.plan.rows)
         self.step.loss_kwargs = [call.loss_kwargs] * n
@@ -138,150 +185,124 @@ class StepRun:
                 for name, value in chunks.kwargs[m].items()
             }
 
-    def _with_routed_inputs(self) -> Call:
+    def _with_routed_inputs(self) -> tuple[Call, Chunks]:
         """Exchange the inputs that some ranks were not given."""
         call, rank = self.call, self.control.rank
         if not self.plan.routes:
-            return call
-        (transport,) = self.peers.transports.values()
-        info = next(iter(self.session.stages.values())).front
-        assert isinstance(info, TracedFront)
-        named = info.info.name_inputs(call.args, call.kwargs, partial=True)
+            return call, self.chunks
+        (transport,) = self.transports.values()
+        stage = next(iter(self.session.stages.values()))
+        _, named = stage.front.name_inputs(call.args, call.kwargs)
         added = {}
         for route in self.plan.routes:
             if route.source == rank:
                 transport.send(route.target, tensors_of(named[route.name]))
             elif route.target == rank:
-                device = next(iter(self.session.stages.values())).device
-                tensors = transport.recv(route.source, route.shapes, device).wait()
+                tensors = transport.recv(route.source, route.shapes, stage.device).wait()
                 added[route.name] = route.skeleton.build(tensors)
-        return Call(
-            call.training, call.args, {**call.kwargs, **added}, call.target,
-            call.loss_kwargs, call.keeps_outputs,
-        )  # fmt: skip
+        call = replace(call, kwargs={**call.kwargs, **added})
+        n = self.session.program.num_microbatches
+        return call, split_call(call, stage.front, self.session.options, n)
 
-    # The program
-
-    def _work(self) -> Exception | None:
+    def _work(self, outcome: list[Outcome]) -> BaseException | None:
         """Run the program; what went wrong, if anything, after all transfers are done."""
         plan = self.plan
         try:
             self._prepare()
             for executor in plan.executors:
-                executor.spans = [] if self.session.records_spans else None
-            if self.peers.is_local:
+                executor.spans = [] if self.records_spans else None
+            if self.session.is_local:
                 run_local(plan.executors, plan.order)
             else:
                 run_rank(plan.executors[0], self.control)
-            self.check_unchanged()
+            self.chunks.check_unchanged()
+            outcome.append(self._outcome())
         except InterruptedStepError as interrupted:
-            return self._drained(remote_error(interrupted.fault))
+            failure = interrupted.failure
+            if failure.is_final:
+                self._tell_replicas(str(failure))
+                raise remote_error(failure) from None
+            return self._drained(remote_error(failure))
         except TransportError as error:
-            return self._lost(error)
-        except Exception as error:
+            raise self._lost(error) from error
+        except BaseException as error:
             self._describe(error)
             return self._drained(error)
         return None
 
-    def _describe(self, error: Exception) -> None:
+    def _attempt(self, work: Callable[[], None]) -> BaseException | None:
+        """Do something that has no transfers left when it fails."""
+        try:
+            work()
+        except TransportError as error:
+            raise self._lost(error) from error
+        except BaseException as error:
+            self._describe(error)
+            return error
+        return None
+
+    def _describe(self, error: BaseException) -> None:
         """Tell the other ranks, and note on the exception where it happened."""
+        kind, text = described(error)
+        failure = replace(self._where(), type=kind, message=text)
+        if failure.action:
+            note(error, f"raised on {str(failure).partition(': ')[0].replace(',', ' in', 1)}")
+        self.control.report(failure)
+
+    def _where(self) -> Failure:
         executor = self._busiest()
         action = executor.where()
-        fault = Fault(
-            executor.rank,
-            None if action is None else action.stage,
-            None if action is None else action.microbatch,
-            "" if action is None else str(action),
-            type(error).__name__,
-            str(error),
-        )
-        if action is not None:
-            error.add_note(
-                f"raised on rank {executor.rank} in stage {action.stage}, "
-                f"microbatch {action.microbatch}, action {action}"
-            )
-        self.control.report(fault)
+        if action is None:
+            return Failure(executor.rank, None, None, "", "", "")
+        return Failure(executor.rank, action.stage, action.microbatch, str(action), "", "")
 
     def _busiest(self) -> Executor:
         return max(self.plan.executors, key=lambda executor: executor.since)
 
-    def _drained(self, error: Exception) -> Exception:
+    def _drained(self, error: BaseException) -> BaseException:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
-        self._tell_replicas(error)
-        if self.peers.is_local:
+        self._tell_replicas("{}: {}".format(*described(error)))
+        if self.session.is_local:
             return error
         try:
             self.plan.executors[0].drain()
         except TransportError as lost:
-            self._abandon()
-            self._report_lost(lost)
+            self._lost(lost)
             raise error from lost
+        except BaseException as inner:  # a device that is gone for good, a second interrupt
+            kind, text = described(inner)
+            self.control.give_up(replace(self._where(), type=kind, message=text, kind="broken"))
+            raise error from inner
         return error
 
-    def _tell_replicas(self, error: object) -> None:
+    def _tell_replicas(self, message: str) -> None:
         if self.trains:
             for runner in self.plan.runners.values():
-                runner.sync.give_up(_brief(error))
+                runner.sync.give_up(message)
 
-    def _lost(self, error: TransportError) -> Exception:
+    def _lost(self, error: TransportError) -> BaseException:
         """A peer is gone or does not answer: there is nothing left to confirm."""
-        fault = self._report_lost(error)
-        self._tell_replicas(fault)
-        if fault.kind == "lost":
-            # Ranks that are not next to the lost one must not wait for this one.
-            with contextlib.suppress(TransportError):
-                self.plan.executors[0].drain(error.peer)
-        self._abandon()
-        message = f"another rank failed: {fault}"
-        if fault.kind == "hang":
-            message += f"\n{self.control.diagnose()}"
-        raise RemoteStageError(
-            message, rank=fault.rank, stage=fault.stage, microbatch=fault.microbatch,
-            action=fault.action,
-        ) from error  # fmt: skip
-
-    def _report_lost(self, error: TransportError) -> Fault:
-        executor = self._busiest()
-        action = executor.where()
-        what = "no answer from" if error.timed_out else "lost the connection to"
-        fault = Fault(
-            self.control.rank,
-            None if action is None else action.stage,
-            None if action is None else action.microbatch,
-            "" if action is None else str(action),
-            "TimeoutError" if error.timed_out else "ConnectionError",
-            f"{what} rank {error.peer}: {error}",
-            "hang" if error.timed_out else "lost",
-        )
-        return self.control.report(fault)
-
-    def _abandon(self) -> None:
-        for transport in self.peers.transports.values():
-            transport.abandon()
+        failure = self.control.lost(error, self._where())
+        self._tell_replicas(str(failure))
+        return remote_error(failure, self.control.diagnose() if failure.kind == "hang" else "")
 
     # After the program
 
-    def _confirm(self, failure: Exception | None) -> float | None:
+    def _confirm(self, failure: BaseException | None) -> float | None:
         """Every rank learns whether all succeeded, and the weight of the batch if it is needed."""
         weight = 0.0
         pairs = [term for term in self.step.losses.values() if term.weight is not None]
         if failure is None and pairs:
             weight = float(sum(term.weight for term in pairs))  # type: ignore[misc]
-        vector = [
-            int(failure is not None),
-            int(bool(pairs)),
-            int(bool(self.step.aux)),
-            _bits(weight),
-        ]
-        vectors = self.control.exchange(vector)
-        if failure is not None:
-            raise failure
-        if any(v[0] for v in vectors):
-            self.control.look()
-            fault = self.control.fault
-            failed = next(rank for rank, v in enumerate(vectors) if v[0])
+        flags = (failure is not None, bool(pairs), bool(self.step.aux))
+        vectors = self.control.exchange([*map(int, flags), _bits(weight)])
+        failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
+        if failed is not None:
+            known = self.control.settled()
+            if failure is not None:
+                raise failure
             raise remote_error(
-                fault or Fault(failed, None, None, "", "error", "no message was left")
+                known or Failure(failed, None, None, "", "error", "no message was left")
             )
         summed = [v for v in vectors if v[1]]
         if not summed or not self.trains:
@@ -293,33 +314,24 @@ class StepRun:
         total = sum(_number(v[3]) for v in summed)
         return 1.0 / total if total else 0.0
 
-    def _stash(self) -> ties.GradStash | None:
-        """Old gradients go aside where the step's own must be told apart from them."""
-        if not self.trains:
-            return None
-        if self.session.sums_weights is not False:
-            return ties.GradStash(self.session.parameters())
-        shared = [
-            p for group in self.peers.tied for some in group.parameters.values() for p in some
-        ]
-        return ties.GradStash(shared)
+    def _needs_whole(self, scale: float | None) -> bool:
+        """The same on all ranks: whether anything can still fail."""
+        return self.trains and bool(
+            self.plan.tied or scale is not None or self.plan.has_input_gradients
+        )
 
-    def _make_whole(self, stash: ties.GradStash | None, scale: float | None) -> None:
-        if stash is None:
-            return
-        if self.peers.tied:
+    def _make_whole(self, scale: float | None) -> None:
+        if self.plan.tied:
             for phase in ("send", "sum", "take"):
-                for rank, transport in self.peers.transports.items():
-                    ties.reduce(self.peers.tied, rank, transport, phase)
-            for transport in self.peers.transports.values():
+                for rank, transport in self.transports.items():
+                    ties.reduce(self.plan.tied, rank, transport, phase)
+            for transport in self.transports.values():
                 transport.finish()
-        stash.restore(scale)
         if self.plan.shared:
             self.leaves.add_up(self.plan.shared, self.control)
         self.leaves.give_back(scale)
-        self.session.sums_weights = scale is not None
 
-    def _outcome(self, scale: float | None) -> Outcome:
+    def _outcome(self) -> Outcome:
         step, n = self.step, self.session.program.num_microbatches
         terms = [step.losses[m] for m in sorted(step.losses)]
         loss = None
@@ -328,29 +340,21 @@ class StepRun:
             weight = sum(term.weight for term in terms)  # type: ignore[misc]
             loss = torch.as_tensor(total / weight)
         elif terms:
-            loss = torch.stack(
-                [t.total.detach() * step.weights[m] for m, t in enumerate(terms)]
-            ).sum()
+            parts = [t.total.detach() * step.weights[m] for m, t in enumerate(terms)]
+            loss = torch.stack(parts).sum()
         aux = [value * step.weights[m] for m, value in step.aux]
-        spans = None
-        if self.session.records_spans:
-            spans = [s for e in self.plan.executors for s in e.spans or ()]
-            spans = [s for found in self.control.gather(spans) for s in found]
-        outputs = None
+        output = None
         if step.keeps_outputs:
-            outputs = [step.outputs[m] for m in range(n)]
+            made = [step.outputs[m] for m in range(n)]
+            output = merge_chunks(made, self.session.options.output_merge_spec, rows=self.plan.rows)
+        spans = [s for e in self.plan.executors for s in e.spans or ()]
         return Outcome(
-            outputs,
-            self.plan.rows,
+            output,
             [term.reported for term in terms],
             loss,
             torch.stack(aux).sum() if aux else None,
-            spans,
+            spans if self.records_spans else None,
         )
-
-
-def _brief(error: object) -> str:
-    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
 
 
 def _bits(value: float) -> int:

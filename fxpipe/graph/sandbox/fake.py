@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.real_run import run_real
-from fxpipe.graph.sandbox.restore import local_tensor, preserved
+from fxpipe.graph.sandbox.restore import local_tensor, preserved, preserved_values
 from fxpipe.graph.sizes.learn import grown
 from fxpipe.graph.sizes.symbols import TracedSizes
 
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 _CPU = torch.device("cpu")
+_SMALL = 1 << 20  # numbers of a module, or of a tensor
 
 
 def probe(
@@ -56,6 +58,9 @@ def probe(
         wrapper: Any = module  # its forward may start collectives
         module = wrapper.module
     inputs = (tuple(args), dict(kwargs or {}))
+    if _is_small(module, inputs):
+        with contextlib.suppress(Exception):
+            return _run_small(module, inputs)
     mode = _mode_of(inputs) or fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
@@ -74,6 +79,59 @@ def probe(
             raise failure
         with state.real():
             return run_real(mode, module, module, fakes[0], fakes[1], failure)
+
+
+def _is_small(module: nn.Module, inputs: Any) -> bool:
+    """Whether a run on made-up tensors is quicker than importing what fakes need: seconds."""
+    state = (*module.parameters(), *module.buffers())
+    total = sum(tensor.numel() for tensor in state)
+    is_plain = all(_is_plain(tensor) and tensor.device == _CPU for tensor in state)
+    found: list[bool] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(_is_plain(leaf) and leaf.device == _CPU and leaf.numel() <= _SMALL)
+        elif isinstance(leaf, TensorSpec):
+            found.append(math.prod(map(int, leaf.shape)) <= _SMALL)
+        return leaf
+
+    map_leaves(look, inputs)
+    return total <= _SMALL and is_plain and all(found) and not _may_communicate(module)
+
+
+def _run_small(module: nn.Module, inputs: Any) -> Any:
+    """Run the module on made-up tensors, with all its state put back."""
+
+    def made_up(leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            made = torch.zeros([int(n) for n in leaf.shape], dtype=leaf.dtype, device=_CPU)
+        elif isinstance(leaf, torch.Tensor):
+            made = leaf.detach().clone()
+        else:
+            return leaf
+        return grown(made) if leaf.requires_grad else made
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(preserved_values(module))
+        stack.enter_context(intercepted(module, _Casting()))
+        stack.enter_context(torch.inference_mode(False))
+        made = map_leaves(made_up, inputs)
+        return module(*made[0], **made[1])
+
+
+def _may_communicate(module: nn.Module) -> bool:
+    """Whether code of the module's own mentions other processes."""
+    for kind in {type(part) for part in module.modules()}:
+        code = getattr(kind.forward, "__code__", None)
+        if kind.__module__.startswith("torch.nn."):
+            continue
+        names = ("distributed",) if code is None else code.co_names
+        space = getattr(kind.forward, "__globals__", {})
+        homes = [getattr(space.get(name), "__name__", "") for name in names]
+        if any("distributed" in str(text) for text in (*names, *homes)):
+            return True
+    return False
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.program import Kind, Span, Timeline
 from fxpipe.program.generators import get_schedule
-from fxpipe.runtime.stage.stage_kind import ManualFront, Stage, TracedFront
+from fxpipe.runtime.stage.stage_kind import Front, Stage
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 __all__ = [
@@ -39,7 +39,7 @@ def stage_list(stages: S | Sequence[S]) -> list[S]:
     if not found:
         raise InputError("a schedule needs at least one stage")
     for stage in found:
-        if not isinstance(getattr(stage, "front", None), ManualFront | TracedFront):
+        if not isinstance(getattr(stage, "front", None), Front):
             raise InputError(
                 f"a schedule runs PipelineStage objects, got {type(stage).__name__}; "
                 "use pipe.build_stage(i, device) or PipelineStage(module, i, num_stages, device)"

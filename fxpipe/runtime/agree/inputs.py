@@ -20,14 +20,14 @@ import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError
 from fxpipe.microbatch import Microbatches
-from fxpipe.runtime.stage.stage_kind import ManualFront, Stage, TracedFront
+from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.wire.control import Control
 
 __all__ = [
     "InputLeaves",
     "check_keywords",
+    "known_keywords",
     "leaf_key",
-    "manual_keywords",
     "signature",
     "stage_inputs",
     "tensors_of",
@@ -37,12 +37,21 @@ __all__ = [
 def leaf_key(leaf: Any) -> Any:
     """What must be equal for two inputs to be handled alike."""
     if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        return (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+    if type(leaf) in (float, complex):  # 0.0 == -0.0, and nan is not equal to itself
+        return (type(leaf), repr(leaf))
     try:
         hash(leaf)
     except TypeError:
-        return (type(leaf).__name__, repr(leaf))
-    return (type(leaf).__name__, leaf)
+        return _Unlike(leaf)
+    return (type(leaf), leaf)
+
+
+class _Unlike:
+    """Stands for a value that may change without notice: equal to nothing."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def signature(*trees: Any) -> tuple[Any, ...]:
@@ -110,48 +119,37 @@ def stage_inputs(
     args: Sequence[tuple[Any, ...]],
     kwargs: Sequence[Mapping[str, Any]],
 ) -> dict[int, tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]:
-    """Per stage: positional and keyword inputs of every microbatch.
-
-    For traced stages `kwargs` holds model inputs by name, for hand-written ones what
-    the rank was given.
-    """
+    """Per stage: positional and keyword inputs of every microbatch."""
     found: dict[int, tuple[list[tuple[Any, ...]], list[dict[str, Any]]]] = {}
     for stage in stages:
-        if isinstance(stage.front, TracedFront):
-            names: Iterable[str] = stage.front.info.interfaces[stage.stage_index].model_inputs
-            positional: list[tuple[Any, ...]] = [()] * len(kwargs)
-        else:
-            accepted = stage.front.accepts(stage.submod)
-            names = kwargs[0] if accepted is None else [n for n in kwargs[0] if n in accepted]
-            positional = list(args) if stage.is_first else [()] * len(kwargs)
+        taken = stage.front.takes(stage)
+        names = [name for name in kwargs[0] if taken is None or name in taken]
+        positional = list(args) if stage.is_first else [()] * len(kwargs)
         keyword = [{name: chunk[name] for name in names if name in chunk} for chunk in kwargs]
         found[stage.stage_index] = (positional, keyword)
     return found
 
 
-def manual_keywords(stages: Iterable[Stage]) -> frozenset[str] | None:
-    """Names of keywords that some stage takes; None: one of them takes any."""
+def known_keywords(stages: Iterable[Stage], given: Sequence[str]) -> frozenset[str] | None:
+    """Names of keywords that a user may pass because of these stages; None: any."""
     names: set[str] = set()
     for stage in stages:
-        assert isinstance(stage.front, ManualFront)
-        accepted = stage.front.accepts(stage.submod)
-        if accepted is None:
+        known = stage.front.known(stage, given)
+        if known is None:
             return None
-        names |= accepted
+        names |= known
     return frozenset(names)
 
 
-def check_keywords(given: Iterable[str], accepted: frozenset[str] | None) -> None:
+def check_keywords(given: Iterable[str], known: frozenset[str]) -> None:
     """Refuse a keyword that no stage takes.
 
     Raises:
-        InputError: naming all such keywords and what is taken.
+        InputError: naming all such keywords and those that can be passed.
     """
-    if accepted is None:
-        return
-    unknown = sorted(set(given) - accepted)
+    unknown = sorted(set(given) - known)
     if unknown:
         raise InputError(
             f"no stage takes the keyword input{'s' if len(unknown) > 1 else ''} "
-            f"{', '.join(map(repr, unknown))}; taken are {', '.join(sorted(accepted)) or 'none'}"
+            f"{', '.join(map(repr, unknown))}; they take {', '.join(sorted(known)) or 'none'}"
         )

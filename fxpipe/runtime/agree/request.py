@@ -1,21 +1,15 @@
-"""What a schedule was asked for, what a step was passed, and what was agreed on it."""
+"""What a schedule was asked for, and what one call was passed on this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from fxpipe.microbatch import Microbatches, split_batch
+from fxpipe.runtime.stage.stage_kind import Front
 
-from fxpipe.microbatch import split_batch
-from fxpipe.program import Edges, Program
-from fxpipe.runtime.stage.boundary import Boundary, Skeleton
-from fxpipe.runtime.stage.executor import Executor
-from fxpipe.runtime.stage.stage_kind import Stage, TracedFront
-from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring
-
-__all__ = ["Call", "Chunks", "Options", "Route", "StepPlan", "split_call"]
+__all__ = ["Call", "Chunks", "Options", "split_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +19,7 @@ class Options:
     loss_fn: Callable[..., Any] | None = None
     args_chunk_spec: tuple[Any, ...] | None = None
     kwargs_chunk_spec: Mapping[str, Any] | None = None
+    output_merge_spec: Any = None
     scale_grads: bool = True
     timeout: float = 1800.0
     receives: Any = "early"
@@ -32,7 +27,7 @@ class Options:
     tied: tuple[Any, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """What the user passed to one step on this process."""
 
@@ -43,10 +38,20 @@ class Call:
     loss_kwargs: Mapping[str, Any]
     keeps_outputs: bool
 
+    def taken(self, n: int) -> Call:
+        """The same call with microbatches taken from their iterators, once per step."""
+
+        def taken(value: Any) -> Any:
+            if isinstance(value, Microbatches):
+                return Microbatches(value.take(n), rows=value.rows)
+            return value
+
+        return replace(self, args=tuple(map(taken, self.args)), target=taken(self.target))
+
 
 @dataclass(slots=True)
 class Chunks:
-    """The inputs of this process, microbatch by microbatch."""
+    """The inputs of this process, microbatch by microbatch, as the stages take them."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -54,49 +59,14 @@ class Chunks:
     check_unchanged: Callable[[], None] = lambda: None
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A model input that rank `target` needs, was not given, and gets from `source`."""
-
-    name: str
-    source: int
-    target: int
-    skeleton: Skeleton
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One kind of step, agreed on and bound to functions."""
-
-    rows: tuple[int, ...] | None
-    weights: tuple[float, ...]
-    routes: tuple[Route, ...]
-    shared: tuple[str, ...]
-    wiring: Mapping[int, Sequence[Wiring]]
-    runners: Mapping[int, StageRunner]
-    executors: list[Executor]
-    order: list[tuple[int, int]]
-    wants_loss: bool
-    edges: Edges
-    program: Program
-    boundaries: Sequence[Boundary]
-
-
-def split_call(call: Call, stages: Mapping[int, Stage], options: Options, n: int) -> Chunks:
-    """Split what this process was passed; names instead of positions for traced stages."""
+def split_call(call: Call, front: Front, options: Options, n: int) -> Chunks:
+    """Split what this process was passed."""
     if not call.args and not call.kwargs:
         return Chunks([()] * n, [{} for _ in range(n)], None)
     kwargs_spec = options.kwargs_chunk_spec
-    if isinstance(kwargs_spec, Mapping):  # names that no rank knows are refused by `_check_specs`
+    if isinstance(kwargs_spec, Mapping):  # names that no rank knows are refused in agreeing
         kwargs_spec = {k: v for k, v in kwargs_spec.items() if k in call.kwargs}
     split = split_batch(call.args, call.kwargs, n, options.args_chunk_spec, kwargs_spec or None)
-    front = next(iter(stages.values())).front
-    if isinstance(front, TracedFront):
-        named = [
-            front.info.name_inputs(args, kwargs, partial=True)
-            for args, kwargs in zip(split.args, split.kwargs, strict=True)
-        ]
-        return Chunks([()] * n, named, split.rows, split.check_unchanged)
-    kwargs = [dict(k) for k in split.kwargs]
-    return Chunks(list(split.args), kwargs, split.rows, split.check_unchanged)
+    named = [front.name_inputs(a, k) for a, k in zip(split.args, split.kwargs, strict=True)]
+    args, kwargs = [a for a, _ in named], [k for _, k in named]
+    return Chunks(args, kwargs, split.rows, split.check_unchanged)

@@ -2,139 +2,305 @@
 
 In:  what each rank was passed. Out: a `StepPlan` that all ranks can follow.
 
-Every question is answered from facts gathered from all ranks, in the same order
-on each of them, so that either all go on or all raise the same error, and nothing
-is sent before that. A plan serves all later steps with inputs of the same kind.
+Every rank says all it knows in one exchange (a `_brief`); every question is then answered from
+what all of them said, in the same way on each, so that either all go on or all raise the same
+error, and nothing is sent before that. At the end all say that they are ready. A plan serves all
+later steps with inputs of the same kind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.errors import InputError
+import torch
+
+from fxpipe.errors import InputError, ScheduleError
 from fxpipe.microbatch import split_target
 from fxpipe.program import Action, Edges, Kind, Program, lower, walk
 from fxpipe.program.generators import forward_only_on
-from fxpipe.runtime.agree.inputs import check_keywords, manual_keywords, stage_inputs, tensors_of
-from fxpipe.runtime.agree.interfaces import (
-    Facts,
-    Interfaces,
-    agree_interfaces,
-    check_inputs_agree,
-    raise_together,
-)
-from fxpipe.runtime.agree.peers import Peers
-from fxpipe.runtime.agree.request import Call, Chunks, Options, Route, StepPlan, split_call
+from fxpipe.runtime.agree.inputs import check_keywords, known_keywords, stage_inputs, tensors_of
+from fxpipe.runtime.agree.interfaces import InterfaceProber
+from fxpipe.runtime.agree.request import Call, Chunks, Options
+from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.fsdp import gathered_dtypes
 from fxpipe.runtime.parameters.sync import NoSync, expect_collectives, grad_sync
-from fxpipe.runtime.stage.boundary import skeleton_of
+from fxpipe.runtime.stage.boundary import Skeleton, skeleton_of
 from fxpipe.runtime.stage.executor import Executor, Hooks
-from fxpipe.runtime.stage.stage_kind import Stage, TracedFront
-from fxpipe.runtime.stage.stage_runner import StageRunner, wire
+from fxpipe.runtime.stage.stage_kind import Interfaces, Stage
+from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
+from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.wire.failure import described, raise_problems
+from fxpipe.runtime.wire.plain import dumps
+from fxpipe.runtime.wire.transport import Transport
 
-__all__ = ["make_plan"]
-
-
-def make_plan(
-    call: Call,
-    stages: Mapping[int, Stage],
-    program: Program,
-    options: Options,
-    peers: Peers,
-    hooks: Hooks,
-    autocast: tuple[str, ...],
-) -> StepPlan:
-    """Agree with all ranks on how to run steps with inputs like these.
-
-    Raises:
-        InputError, PipeliningShapeError: on all ranks.
-    """
-    return _Maker(call, stages, program, options, peers, hooks, autocast).make()
+__all__ = ["PlanMaker", "Route", "StepPlan", "check_pipelines"]
 
 
-class _Maker:
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A model input that rank `target` needs, was not given, and gets from `source`."""
+
+    name: str
+    source: int
+    target: int
+    skeleton: Skeleton
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One kind of step, agreed on and bound to functions."""
+
+    rows: tuple[int, ...] | None
+    weights: tuple[float, ...]
+    routes: tuple[Route, ...]
+    shared: tuple[str, ...]
+    wiring: Mapping[int, Sequence[Wiring]]
+    runners: Mapping[int, StageRunner]
+    executors: list[Executor]
+    order: list[tuple[int, int]]
+    wants_loss: bool
+    has_loss: bool
+    has_input_gradients: bool
+    tied: Sequence[ties.TiedGroup]
+    program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class _StageFacts:
+    """What a stage contributes to the question who wants a gradient."""
+
+    trainable: bool
+    inputs_with_grad: bool
+    dtypes: frozenset[torch.dtype]
+
+    @property
+    def wants_gradient(self) -> bool:
+        return self.trainable or self.inputs_with_grad
+
+
+class PlanMaker:
+    """Makes one plan. Call `brief`, then `make` with what all ranks said."""
+
     def __init__(
         self,
-        call: Call,
         stages: Mapping[int, Stage],
         program: Program,
         options: Options,
-        peers: Peers,
         hooks: Hooks,
-        autocast: tuple[str, ...],
+        call: Call,
+        *,
+        autocast: bool,
+        is_local: bool,
     ) -> None:
-        self.call, self.stages, self.program, self.options = call, stages, program, options
-        self.peers, self.hooks, self.autocast = peers, hooks, autocast
-        self.control = peers.control
+        self.is_local = is_local
+        self.stages, self.program, self.options, self.hooks = stages, program, options, hooks
+        self.call, self.autocast = call, autocast
         self.rank_of = program.placement.stage_to_rank
         self.n = program.num_microbatches
-        front = next(iter(stages.values())).front
-        self.info = front.info if isinstance(front, TracedFront) else None
+        self.front = next(iter(stages.values())).front
+        self.tied: list[ties.TiedGroup] = []
 
-    def make(self) -> StepPlan:
-        chunks = self._together(lambda: split_call(self.call, self.stages, self.options, self.n))
-        routes = self._routes(chunks)
-        rows = self._rows(chunks)
-        self._together(lambda: self._check_target(rows))
-        shape_of, samples, symbols = self._shapes(chunks, routes)
-        facts = self._facts(chunks)
-        training = self.call.training and self.peers.has_loss
-        interfaces = agree_interfaces(
-            self.stages,
-            self.rank_of,
-            self.control,
-            samples,
-            symbols,
-            facts,
-            training=training,
-            autocast=bool(self.autocast),
-        )
-        return self._bind(rows, routes, interfaces, shape_of, facts, chunks)
+    # What this rank knows
 
-    def _together(self, work: Callable[[], Any]) -> Any:
-        """Do local work that may fail; all ranks raise, or none."""
-        found, problem = None, None
-        try:
-            found = work()
-        except Exception as error:
-            problem = error
-        raise_together(self.control, problem)
+    def brief(self, chunks: Chunks) -> dict[str, Any]:
+        """All that the other ranks must know of this one; plain data."""
+        per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
+        self.tied = self._find_tied()
+        syncs = [grad_sync(stage.submod) for stage in self.stages.values()]
+        sizes = [self.front.sizes(a, k) for a, k in zip(chunks.args, chunks.kwargs, strict=True)]
+        return {
+            "has_loss": self.program.num_stages - 1 in self.stages
+            and self.options.loss_fn is not None,
+            "rows": chunks.rows,
+            "given": sorted(chunks.kwargs[0]),
+            "known": known_keywords(self.stages.values(), sorted(chunks.kwargs[0])),
+            "inputs": self._describe_inputs(),
+            "sizes": sizes,
+            "stages": {i: self._stage_facts(i, per_stage[i]) for i in self.stages},
+            "reduces": any(not isinstance(sync, NoSync) for sync in syncs),
+            "shards": any(sync.is_sharded for sync in syncs),
+            "used": sorted(
+                {
+                    name
+                    for _, kwargs in per_stage.values()
+                    for name, value in kwargs[0].items()
+                    if any(x.requires_grad for x in tensors_of(value))
+                }
+            ),
+            "tied": [
+                [(r, *_of_tied(p)) for r, copies in group.parameters.items() for p in copies]
+                for group in self.tied
+            ],
+        }
+
+    def pipeline_facts(self) -> dict[str, str]:
+        """What makes two ranks part of the same pipeline."""
+        program, options = self.program, self.options
+        facts = {
+            "schedule": program.name,
+            "number of microbatches": program.num_microbatches,
+            "number of stages": program.num_stages,
+            "number of ranks": program.num_ranks,
+            "kind of stages": self.front.kind,
+            "scale_grads": options.scale_grads,
+            "receives": options.receives,
+            "max_unsharded": options.max_unsharded,
+            "tied": [[list(at) for at in shared.locations] for shared in options.tied],
+            "program": hashlib.sha256(str(program).encode()).hexdigest()[:12],
+            **self.front.facts(),
+        }
+        return {name: str(value) for name, value in facts.items()}
+
+    def check_own_stages(self, ranks: Sequence[int]) -> None:
+        if len({stage.front.kind for stage in self.stages.values()}) > 1:
+            raise ScheduleError("the stages of one pipeline must all be traced or all hand-written")
+        for rank in ranks:
+            held = sorted(self.stages)
+            mine = [s for s in held if len(ranks) == 1 or self.rank_of[s] == rank]
+            wanted = list(self.program.placement.stages_of(rank))
+            if mine != wanted:
+                raise ScheduleError(
+                    f"rank {rank} must hold the stages {wanted} for {self.program.name}, "
+                    f"but was given {mine}"
+                )
+
+    def _find_tied(self) -> list[ties.TiedGroup]:
+        modules = {index: stage.submod for index, stage in self.stages.items()}
+        return ties.find_tied((*self.front.tied, *self.options.tied), modules, self.rank_of)
+
+    def _describe_inputs(self) -> dict[str, Any]:
+        """The inputs of this rank that another may need."""
+        if not any(self.front.needs(stage) for stage in range(self.program.num_stages)):
+            return {}
+        _, whole = self.front.name_inputs(self.call.args, self.call.kwargs)
+        needed = {n for s in range(self.program.num_stages) for n in self.front.needs(s)}
+        found = {}
+        for name, value in whole.items():
+            leaves = tensors_of(value)
+            if name in needed:
+                shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
+                grad = any(x.requires_grad for x in leaves)
+                described = (skeleton_of(value).plain(), shapes, grad)
+                with contextlib.suppress(InputError):  # missed only if another rank needs it
+                    dumps(described)
+                    found[name] = described
         return found
+
+    def _stage_facts(self, index: int, inputs: tuple[list[Any], list[Any]]) -> tuple[Any, ...]:
+        module = self.stages[index].submod
+        leaves = tensors_of((inputs[0][0], inputs[1][0]))
+        state = (*module.parameters(), *module.buffers())
+        floats = [t.dtype for t in state if t.is_floating_point()] + gathered_dtypes(module)
+        return (
+            any(p.requires_grad for p in module.parameters()),
+            any(x.requires_grad for x in leaves),
+            frozenset(floats),
+        )
+
+    # What all ranks conclude
+
+    def make(
+        self,
+        briefs: Sequence[dict[str, Any]],
+        chunks: Chunks,
+        control: Control,
+        transports: Mapping[int, Transport],
+        *,
+        broadcasts_tied: bool,
+    ) -> StepPlan:
+        """The plan that follows from what all ranks said.
+
+        Raises:
+            InputError, PipeliningShapeError: on all ranks.
+        """
+        has_loss = any(brief["has_loss"] for brief in briefs)
+        training = self.call.training and has_loss
+        self._check_program(training)
+        rows = self._rows(briefs)
+        routes = self._routes(briefs)
+        self._check_names(briefs)
+        self._check_tied(briefs)
+        merged = {i: found for brief in briefs for i, found in brief["stages"].items()}
+        facts = [_StageFacts(*merged[stage]) for stage in range(self.program.num_stages)]
+        keys = self.front.agree_sizes([brief["sizes"] for brief in briefs])
+        distinct = list(dict.fromkeys(keys))
+        shape_of = [distinct.index(key) for key in keys]
+        picks = [shape_of.index(shape) for shape in range(len(distinct))]
+        per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
+        samples = {
+            stage: [(args[m], kwargs[m]) for m in picks]
+            for stage, (args, kwargs) in per_stage.items()
+        }
+        prober = InterfaceProber(self.stages, self.program.num_stages, control, samples, training)
+        interfaces = self.front.agree(
+            prober, distinct, facts, training=training, autocast=self.autocast
+        )
+        if broadcasts_tied:
+            for rank, transport in transports.items():
+                ties.broadcast(self.tied, rank, transport)
+            for transport in transports.values():
+                transport.finish()
+        plan: StepPlan | None = None
+        problem = prober.problem
+        try:
+            self._check_target(rows)
+            lowered = self._lower(interfaces.boundaries[0].edges(), facts, briefs, training)
+            names = [name for brief in briefs for name in brief["used"]]
+            shared = sorted({n for n in names if names.count(n) > 1}) if not self.is_local else ()
+            plan = self._bind(
+                rows, routes, tuple(shared), interfaces, shape_of, facts, lowered, transports,
+                has_loss,
+            )  # fmt: skip
+        except BaseException as error:
+            problem = problem or error
+        raise_problems(control.gather(None if problem is None else described(problem)), problem)
+        assert plan is not None
+        return plan
+
+    def _check_program(self, training: bool) -> None:
+        kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        has_backward = any(
+            part.kind in kinds
+            for actions in self.program.ranks
+            for action in actions
+            for part in action.parts or (action,)
+        )
+        if training and not has_backward:
+            raise ScheduleError(
+                f"the program {self.program.name} has forwards only and the schedule a loss_fn: "
+                "step() would give no gradients; call eval(), or use a program with backwards"
+            )
 
     def _check_target(self, rows: tuple[int, ...] | None) -> None:
         if self.program.num_stages - 1 in self.stages and self.call.target is not None:
             split_target(self.call.target, self.n, rows)
 
-    def _rows(self, chunks: Chunks) -> tuple[int, ...] | None:
+    def _rows(self, briefs: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
         """Rows of every microbatch: the first stage's, which the others must not contradict."""
-        found = self.control.gather((chunks.rows, sorted(chunks.kwargs[0])))
-        first = 0 if self.peers.is_local else self.rank_of[0]
-        known = {rank: rows for rank, (rows, _) in enumerate(found) if rows is not None}
-        agreed = known.get(first, next(iter(known.values()), None))
+        first = 0 if len(briefs) == 1 else self.rank_of[0]
+        known = {r: brief["rows"] for r, brief in enumerate(briefs) if brief["rows"] is not None}
+        agreed: tuple[int, ...] | None = known.get(first, next(iter(known.values()), None))
         other = {rank: sum(rows) for rank, rows in known.items() if rows != agreed}
         if other:
             assert agreed is not None
             shown = ", ".join(f"rank {rank} passes {size}" for rank, size in other.items())
             raise InputError(f"the batch has {sum(agreed)} rows on rank {first}, but {shown}")
-        given = frozenset(name for _, names in found for name in names)
-        names = frozenset(self.info.input_names) if self.info is not None else self._keywords(given)
-        self._together(lambda: self._check_specs(names | given))
         return agreed
 
-    def _keywords(self, given: frozenset[str]) -> frozenset[str]:
-        """Keywords that hand-written stages take; what was given must be among them."""
-        accepted = self.control.gather(manual_keywords(self.stages.values()))
-        if None in accepted:
-            return given
-        known = frozenset[str]().union(*accepted)
-        check_keywords(given, known)
-        return known
-
-    def _check_specs(self, known: frozenset[str]) -> None:
+    def _check_names(self, briefs: Sequence[dict[str, Any]]) -> None:
+        given = frozenset(name for brief in briefs for name in brief["given"])
+        known = given
+        if all(brief["known"] is not None for brief in briefs):
+            known = frozenset[str]().union(*(brief["known"] for brief in briefs))
+            check_keywords(given, known)
         spec = self.options.kwargs_chunk_spec
-        unknown = sorted(set(spec) - known) if isinstance(spec, Mapping) else []
+        unknown = sorted(set(spec) - (known | given)) if isinstance(spec, Mapping) else []
         if unknown:
             close = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -143,21 +309,28 @@ class _Maker:
                 f"are {', '.join(map(repr, sorted(known))) or 'none'}{hint}"
             )
 
-    def _routes(self, chunks: Chunks) -> tuple[Route, ...]:
-        """Who sends which input to whom, for traced stages."""
-        if self.info is None:
-            return ()
-        given = self.control.gather(sorted(chunks.kwargs[0]))
-        if self.peers.is_local:
-            given = given * self.program.num_ranks
+    def _check_tied(self, briefs: Sequence[dict[str, Any]]) -> None:
+        for place, group in enumerate(self.tied):
+            copies = [copy for brief in briefs for copy in brief["tied"][place]]
+            for what, at in (("requires_grad", 1), ("dtype", 2), ("shape", 3)):
+                values = {copy[0]: copy[at] for copy in copies}
+                if len(set(values.values())) > 1:
+                    shown = ", ".join(f"{v} on rank {r}" for r, v in sorted(values.items()))
+                    raise InputError(
+                        f"the copies of the tied parameter {group.name!r} differ in {what}: "
+                        f"{shown}; freeze, cast or replace all of them alike"
+                    )
+
+    def _routes(self, briefs: Sequence[dict[str, Any]]) -> tuple[Route, ...]:
+        """Who sends which input to whom."""
         missing: list[tuple[str, int, int]] = []
         nowhere: dict[str, list[int]] = {}
-        for stage, interface in enumerate(self.info.interfaces):
-            rank = self.rank_of[stage]
-            for name in interface.model_inputs:
-                if name in given[rank]:
+        for stage in range(self.program.num_stages):
+            rank = 0 if self.is_local else self.rank_of[stage]
+            for name in self.front.needs(stage):
+                if name in briefs[rank]["given"]:
                     continue
-                source = next((r for r, names in enumerate(given) if name in names), None)
+                source = next((r for r, one in enumerate(briefs) if name in one["given"]), None)
                 if source is None:
                     nowhere.setdefault(name, []).append(stage)
                 elif (name, source, rank) not in missing:
@@ -168,99 +341,38 @@ class _Maker:
                 f"no rank was given the model inputs {lines}; pass them on the rank of the first "
                 "stage, or make the same call on every rank"
             )
-        return self._describe_routes(missing)
+        return tuple(self._route(*one, briefs) for one in missing)
 
-    def _describe_routes(self, missing: Sequence[tuple[str, int, int]]) -> tuple[Route, ...]:
-        if not missing:
-            return ()
-        mine: dict[str, Any] = {}
-
-        def describe() -> None:
-            whole = self.info.name_inputs(self.call.args, self.call.kwargs, partial=True)  # type: ignore[union-attr]
-            for name, source, target in missing:
-                if source == self.control.rank:
-                    leaves = tensors_of(whole[name])
-                    if any(x.requires_grad for x in leaves):
-                        raise InputError(
-                            f"the input {name!r} requires a gradient and is used on rank {target}, "
-                            "which was not given it; pass it there too"
-                        )
-                    shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
-                    mine[name] = (skeleton_of(whole[name]), shapes)
-
-        self._together(describe)
-        found = self.control.gather(mine)
-        return tuple(
-            Route(name, source, target, *found[source][name]) for name, source, target in missing
-        )
-
-    def _shapes(
-        self, chunks: Chunks, routes: Sequence[Route]
-    ) -> tuple[list[int], dict[int, list[Any]], list[dict[str, int]]]:
-        """Which microbatches are of one shape, and samples of each shape.
-
-        A rank that has all inputs knows; the others are told.
-        """
-        if self.info is not None:
-            symbols = self._together(lambda: self._symbols(chunks))
-            values = check_inputs_agree(self.control.gather(symbols))
-            keys: list[Any] = [tuple(sorted(v.items())) for v in values]
-        else:
-            keys = [_shape_key(a, k) for a, k in zip(chunks.args, chunks.kwargs, strict=True)]
-            keys = list(zip(*self.control.gather(keys), strict=True))
-        distinct = list(dict.fromkeys(keys))
-        shape_of = [distinct.index(key) for key in keys]
-        picks = [shape_of.index(shape) for shape in range(len(distinct))]
-        per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
-        samples = {
-            stage: [(args[m], kwargs[m]) for m in picks]
-            for stage, (args, kwargs) in per_stage.items()
-        }
-        if self.info is None:
-            return shape_of, samples, []
-        return shape_of, samples, [dict(key) for key in distinct]
-
-    def _symbols(self, chunks: Chunks) -> list[dict[str, int]] | None:
-        assert self.info is not None
-        needed = {name for i in self.info.interfaces for name in i.model_inputs}
-        if not needed <= set(chunks.kwargs[0]):
-            return None
-        return [self.info.bind_inputs((), kwargs) for kwargs in chunks.kwargs]
-
-    def _facts(self, chunks: Chunks) -> list[Facts]:
-        per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
-        mine: dict[int, Facts] = {}
-        for index, stage in self.stages.items():
-            args, kwargs = per_stage[index]
-            leaves = tensors_of((args[0], kwargs[0]))
-            floats = [
-                t.dtype
-                for t in (*stage.submod.parameters(), *stage.submod.buffers())
-                if t.is_floating_point()
-            ]
-            floats += gathered_dtypes(stage.submod)
-            mine[index] = Facts(
-                any(p.requires_grad for p in stage.submod.parameters()),
-                any(x.requires_grad for x in leaves),
-                frozenset(floats),
+    def _route(
+        self, name: str, source: int, target: int, briefs: Sequence[dict[str, Any]]
+    ) -> Route:
+        if name not in briefs[source]["inputs"]:
+            raise InputError(
+                f"the input {name!r} cannot be sent from rank {source} to rank {target}, which "
+                "needs it: it is not made of tensors and plain values; pass it there too"
             )
-        merged: dict[int, Facts] = {}
-        for found in self.control.gather(mine):
-            merged.update(found)
-        return [merged[stage] for stage in range(self.program.num_stages)]
+        skeleton, shapes, has_gradient = briefs[source]["inputs"][name]
+        if has_gradient:
+            raise InputError(
+                f"the input {name!r} requires a gradient and is used on rank {target}, "
+                "which was not given it; pass it there too"
+            )
+        return Route(name, source, target, Skeleton.of_plain(*skeleton), shapes)
 
     def _bind(
         self,
         rows: tuple[int, ...] | None,
         routes: tuple[Route, ...],
+        shared: tuple[str, ...],
         interfaces: Interfaces,
         shape_of: Sequence[int],
-        facts: Sequence[Facts],
-        chunks: Chunks,
+        facts: Sequence[_StageFacts],
+        lowered: Program,
+        transports: Mapping[int, Transport],
+        has_loss: bool,
     ) -> StepPlan:
         boundaries = [interfaces.boundaries[shape] for shape in shape_of]
         edges = boundaries[0].edges()
-        lowered = self._lower(edges, facts)
         runners = {
             index: StageRunner(stage, _split_microbatches(lowered, index))
             for index, stage in self.stages.items()
@@ -277,42 +389,43 @@ class _Maker:
             wiring[index] = [by_shape[shape] for shape in shape_of]
         executors = [
             Executor(rank, lowered, edges, boundaries, runners, transport, self.hooks)
-            for rank, transport in self.peers.transports.items()
+            for rank, transport in transports.items()
         ]
-        order = [(s.rank, s.position) for s in walk(lowered, edges)] if self.peers.is_local else []
+        order = [(s.rank, s.position) for s in walk(lowered, edges)] if self.is_local else []
         return StepPlan(
             rows,
             self._weights(rows),
             routes,
-            self._shared(chunks, facts),
+            shared,
             wiring,
             runners,
             executors,
             order,
             self._wants_loss(interfaces, facts),
-            edges,
+            has_loss,
+            any(one.inputs_with_grad for one in facts),
+            self.tied,
             lowered,
-            boundaries,
         )
 
-    def _lower(self, edges: Edges, facts: Sequence[Facts]) -> Program:
-        training = self.call.training and self.peers.has_loss
-        syncs = [grad_sync(stage.submod) for stage in self.stages.values()]
-        mine = (
-            any(not isinstance(sync, NoSync) for sync in syncs),
-            any(sync.is_sharded for sync in syncs),
-        )
-        reduce, shard = (any(flags) for flags in zip(*self.control.gather(mine), strict=True))
+    def _lower(
+        self,
+        edges: Edges,
+        facts: Sequence[_StageFacts],
+        briefs: Sequence[dict[str, Any]],
+        training: bool,
+    ) -> Program:
         program = self.program
         if not training:
             program = forward_only_on(program.placement, self.n)
+        shards = any(brief["shards"] for brief in briefs)
         return lower(
             program,
             edges,
             receives=self.options.receives,
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
-            reduce_grad=reduce and training,
-            max_unsharded=self.options.max_unsharded if shard and training else None,
+            reduce_grad=any(brief["reduces"] for brief in briefs) and training,
+            max_unsharded=self.options.max_unsharded if shards and training else None,
         )
 
     def _weights(self, rows: tuple[int, ...] | None) -> tuple[float, ...]:
@@ -322,22 +435,7 @@ class _Maker:
             return (1.0 / self.n,) * self.n
         return tuple(size / sum(rows) for size in rows)
 
-    def _shared(self, chunks: Chunks, facts: Sequence[Facts]) -> tuple[str, ...]:
-        """Names of inputs that need a gradient and are used on several ranks."""
-        if self.peers.is_local or not any(f.inputs_with_grad for f in facts):
-            return ()
-        per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
-        used = {
-            name
-            for _, kwargs in per_stage.values()
-            for name, value in kwargs[0].items()
-            if any(x.requires_grad for x in tensors_of(value))
-        }
-        found = self.control.gather(sorted(used))
-        names = [name for names in found for name in names]
-        return tuple(sorted({name for name in names if names.count(name) > 1}))
-
-    def _wants_loss(self, interfaces: Interfaces, facts: Sequence[Facts]) -> bool:
+    def _wants_loss(self, interfaces: Interfaces, facts: Sequence[_StageFacts]) -> bool:
         last = self.program.num_stages - 1
         arriving = (
             port.has_gradient
@@ -345,7 +443,27 @@ class _Maker:
             if target == last
             for port in ports
         )
-        return facts[last].trainable or facts[last].inputs_with_grad or any(arriving)
+        return facts[last].wants_gradient or any(arriving)
+
+
+def check_pipelines(facts: Sequence[Mapping[str, str]]) -> None:
+    """Compare what the ranks say of their pipelines.
+
+    Raises:
+        ScheduleError: listing everything that differs.
+    """
+    lines = []
+    for name in dict.fromkeys(name for found in facts for name in found):
+        values = [str(found.get(name)) for found in facts]
+        if len(set(values)) > 1:
+            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            lines.append(f"  {name}: {shown}")
+    if lines:
+        raise ScheduleError("the ranks do not run the same pipeline:\n" + "\n".join(lines))
+
+
+def _of_tied(parameter: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...]]:
+    return parameter.requires_grad, parameter.dtype, tuple(ties.local(parameter).shape)
 
 
 def _split_microbatches(program: Program, stage: int) -> frozenset[int]:
@@ -357,7 +475,3 @@ def _split_microbatches(program: Program, stage: int) -> frozenset[int]:
         for part in action.parts or (action,)
         if part.kind is Kind.BACKWARD_WEIGHT and part.stage == stage and part.microbatch is not None
     )
-
-
-def _shape_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return tuple((tuple(x.shape), x.dtype) for x in tensors_of((args, kwargs)))

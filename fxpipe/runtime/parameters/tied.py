@@ -137,6 +137,16 @@ class GradStash:
         for p in self._parameters:
             p.grad = None
 
+    @property
+    def ids(self) -> set[int]:
+        """What `id` gives for the parameters."""
+        return {id(p) for p in self._parameters}
+
+    def undo(self) -> None:
+        """Forget the step's own gradients: what was there before is there again."""
+        for p, before in zip(self._parameters, self._before, strict=True):
+            p.grad = before
+
     def restore(self, scale: float | None = None) -> None:
         """Add the step's own gradients, times `scale`, to what was there before."""
         for p, before in zip(self._parameters, self._before, strict=True):

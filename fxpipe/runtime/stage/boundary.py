@@ -104,23 +104,16 @@ class Skeleton:
         ]
         return pytree.tree_unflatten(leaves, self.treespec)
 
-    def __reduce__(self) -> Any:
-        # A treespec does not travel well; a value of its structure does.
-        holes = [
-            _Hole() if flag else x for flag, x in zip(self.is_tensor, self.leaves, strict=True)
-        ]
-        value = pytree.tree_unflatten(holes, self.treespec)
-        return _skeleton_from, (value, self.leaves, self.is_tensor, self.names)
+    def plain(self) -> tuple[Any, tuple[bool, ...], tuple[str, ...]]:
+        """The structure as a value with `...` where tensors go, to be told to other ranks."""
+        leaves = [... if flag else x for flag, x in zip(self.is_tensor, self.leaves, strict=True)]
+        return pytree.tree_unflatten(leaves, self.treespec), self.is_tensor, self.names
 
-
-class _Hole:
-    """Stands where a tensor goes."""
-
-
-def _skeleton_from(
-    value: Any, leaves: tuple[Any, ...], is_tensor: tuple[bool, ...], names: tuple[str, ...]
-) -> Skeleton:
-    return Skeleton(pytree.tree_flatten(value)[1], leaves, is_tensor, names)
+    @classmethod
+    def of_plain(cls, value: Any, is_tensor: tuple[bool, ...], names: tuple[str, ...]) -> Skeleton:
+        leaves, treespec = pytree.tree_flatten(value)
+        kept = (None if flag else x for flag, x in zip(is_tensor, leaves, strict=True))
+        return cls(treespec, tuple(kept), is_tensor, names)
 
 
 def skeleton_of(value: Any) -> Skeleton:

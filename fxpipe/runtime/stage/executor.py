@@ -23,10 +23,12 @@ from typing import Any
 
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.program import Action, Edges, Kind, Program, Span, Value, ValueKind, reads, writes
 from fxpipe.runtime.stage.boundary import Boundary, PortShape
 from fxpipe.runtime.stage.stage_runner import StageRunner
-from fxpipe.runtime.wire.control import Control, Fault
+from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.wire.failure import Failure
 from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport
 
 __all__ = ["ActionContext", "Executor", "Hooks", "InterruptedStepError", "run_local", "run_rank"]
@@ -37,9 +39,9 @@ Run = Callable[[], None]
 class InterruptedStepError(Exception):
     """Another rank failed while this one was working."""
 
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(str(fault))
-        self.fault = fault
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,7 @@ class Hooks:
     before: dict[Kind, list[Callable[[Action], None]]]
     after: dict[Kind, list[Callable[[Action], None]]]
     instead: dict[Kind, Callable[[ActionContext], None]]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.before or self.after or self.instead)
+    version: int = 0
 
 
 class Executor:
@@ -93,6 +92,8 @@ class Executor:
         self._slot_of: dict[Value, int] = {}
         self._slots: list[Any] = []
         self._sent: dict[Value, Any] = {}
+        self._transfers: list[tuple[bool, Value, int]] = []  # is it a send, what, for which stage
+        self._moved = 0  # of these, in this step
         self.bound: list[Run] = [self._with_hooks(action) for action in self._actions]
 
     def status(self) -> str:
@@ -115,6 +116,7 @@ class Executor:
         """Forget everything in flight."""
         self._slots = [None] * len(self._slots)
         self._sent.clear()
+        self._moved = self.position = 0
         for runner in self._runners.values():
             runner.clear()
 
@@ -125,31 +127,18 @@ class Executor:
             runner.sync.finish()
         self._sent.clear()
 
-    def drain(self, lost: int | None = None) -> None:
-        """Do the transfers that are left, with empty tensors, and compute nothing.
-
-        Those with rank `lost`, which is gone, are left out.
-        """
-        if lost is not None:
-            self._transport.forget(lost)
-        incoming = [v for v in self._slots if hasattr(v, "wait") and v.peer != lost]
-        for action in self._actions[self.position :]:
-            for part in action.parts or (action,):
-                if part.kind.is_send:
-                    value = reads(part, self._edges)[0]
-                    if self._stage_to_rank[value.peer] == lost:
-                        continue
-                    shapes = self._shapes(value)
-                    device = self._runners[part.stage].device
-                    empty = [
-                        torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes
-                    ]
-                    self._transport.send(self._stage_to_rank[value.peer], empty)
-                elif part.kind.is_recv:
-                    value = writes(part, self._edges)[0]
-                    if self._stage_to_rank[value.stage] == lost:
-                        continue
-                    incoming.append(self._recv(value, self._runners[part.stage].device))
+    def drain(self) -> None:
+        """Do the transfers that are left, with empty tensors, and compute nothing."""
+        incoming = [value for value in self._slots if hasattr(value, "wait")]
+        for is_send, value, stage in self._transfers[self._moved :]:
+            device = self._runners[stage].device
+            if is_send:
+                shapes = self._shapes(value)
+                empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in shapes]
+                self._transport.send(self._stage_to_rank[value.peer], empty)
+            else:
+                source = self._stage_to_rank[value.stage]
+                incoming.append(self._transport.recv(source, self._shapes(value), device))
         for pending in incoming:
             pending.wait()
         self._transport.finish()
@@ -163,7 +152,7 @@ class Executor:
         before, after = hooks.before.get(action.kind, ()), hooks.after.get(action.kind, ())
         if instead is not None:
             context = ActionContext(action, self.rank, self._runners[action.stage].module, run)
-            run = partial(instead, context)
+            run = partial(self._run_instead, instead, context, len(self._transfers))
         if not before and not after:
             return run
 
@@ -176,13 +165,23 @@ class Executor:
 
         return wrapped
 
+    def _run_instead(
+        self, instead: Callable[[ActionContext], None], context: ActionContext, transfers: int
+    ) -> None:
+        instead(context)
+        if context.action.kind.is_transfer and self._moved < transfers:
+            raise InputError(
+                f"the function that replaces {context.action.kind.text} did not call "
+                f"context.default() for {context.action}, so another rank would wait for it"
+            )
+
     def _bind(self, action: Action) -> Run:
         kind, stage, microbatch, _, parts = action
         if kind is Kind.OVERLAP:
             runs = [self._bind(part) for part in _in_order(parts, self._edges)]
             return partial(_run_all, runs)
         if kind.is_send:
-            return self._bind_send(reads(action, self._edges)[0])
+            return self._bind_send(reads(action, self._edges)[0], stage)
         if kind.is_recv:
             return self._bind_recv(writes(action, self._edges)[0], stage)
         runner = self._runners[stage]
@@ -245,12 +244,15 @@ class Executor:
         self.waited += time.perf_counter() - begin
         return arrived
 
-    def _bind_send(self, value: Value) -> Run:
+    def _bind_send(self, value: Value, stage: int) -> Run:
         slot, peer = self._slot(value), self._stage_to_rank[value.peer]
         send, sent = self._transport.send, self._sent
+        self._transfers.append((True, value, stage))
+        moved = len(self._transfers)
 
         def run() -> None:
             handle = send(peer, self._slots[slot])
+            self._moved = moved
             self._slots[slot] = None
             if handle is not None and value.kind is ValueKind.ACTIVATION:
                 sent[value] = handle
@@ -265,13 +267,14 @@ class Executor:
             self._transport.recv,
         )
 
+        self._transfers.append((False, value, stage))
+        moved = len(self._transfers)
+
         def run() -> None:
             self._slots[slot] = recv(peer, shapes, device)
+            self._moved = moved
 
         return run
-
-    def _recv(self, value: Value, device: torch.device) -> Incoming:
-        return self._transport.recv(self._stage_to_rank[value.stage], self._shapes(value), device)
 
     def _shapes(self, value: Value) -> Sequence[TensorShape]:
         if value.kind is ValueKind.ACTIVATION:
@@ -302,8 +305,9 @@ def run_rank(executor: Executor, control: Control) -> None:
     for position, run in enumerate(executor.bound):
         executor.position = position
         executor.since = time.monotonic()
-        if control.fault is not None:
-            raise InterruptedStepError(control.fault)
+        failure = control.failure
+        if failure is not None:
+            raise InterruptedStepError(failure)
         step(position, run)
     executor.position = len(executor.bound)
     executor.finish()

@@ -1,25 +1,29 @@
-"""How to call a stage's module, and where its interface comes from.
+"""What differs between traced and hand-written stages, behind one interface.
 
-A traced stage takes received tensors and model inputs by name; a hand-written one
-takes whatever the stage before it returned. Everything else about stages is the same.
+A traced stage takes received tensors and model inputs by name, and its boundary follows from the
+sizes of the model's inputs. A hand-written one takes whatever the stage before it returned, and its
+boundary is found by running it on made-up tensors. Everything else about stages is the same: the
+runtime asks the stage's `front` and never which kind it is.
 """
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
-from fxpipe.runtime.stage.boundary import Skeleton
+from fxpipe.errors import InputError
+from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, bind_traced
 
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo
 
-__all__ = ["ManualFront", "Stage", "TracedFront"]
+__all__ = ["Front", "Interfaces", "ManualFront", "Prober", "Stage", "StageFacts", "TracedFront"]
 
 
 class Stage(Protocol):
@@ -30,7 +34,7 @@ class Stage(Protocol):
     num_stages: int
     device: torch.device
     dw_builder: Callable[[], Callable[..., None]] | None
-    front: ManualFront | TracedFront
+    front: Front
 
     @property
     def is_first(self) -> bool: ...
@@ -39,16 +43,191 @@ class Stage(Protocol):
     def is_last(self) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ManualFront:
-    """How to call a module that a user wrote as a stage."""
+class StageFacts(Protocol):
+    """What a stage contributes to the question who wants a gradient."""
 
-    input_args: tuple[Any, ...] | None
-    output_args: tuple[Any, ...] | None
+    @property
+    def wants_gradient(self) -> bool: ...
 
-    def accepts(self, module: nn.Module) -> frozenset[str] | None:
-        """Names of keyword inputs the module takes; None: any."""
-        return _keyword_names(module)
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]: ...
+
+
+class Interfaces(Protocol):
+    """The boundary of each distinct microbatch shape, and structures between stages."""
+
+    @property
+    def boundaries(self) -> tuple[Boundary, ...]: ...
+
+    @property
+    def skeletons(self) -> Mapping[int, tuple[Skeleton, ...]]: ...
+
+
+class Prober(Protocol):
+    """Finds interfaces together with the other ranks; see `agree.interfaces`."""
+
+    def known(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
+        """Nothing is left to find out."""
+
+    def manual(self) -> Interfaces:
+        """Run hand-written stages, one after the other."""
+
+    def traced(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
+        """Run traced stages whose dtypes are not those of the trace."""
+
+
+class Front(ABC):
+    """How to call a stage's module, and where its interface comes from."""
+
+    kind: str
+    input_args: tuple[Any, ...] | None = None
+    output_args: tuple[Any, ...] | None = None
+
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+
+    @abstractmethod
+    def edges(self, num_stages: int) -> list[tuple[int, int]]:
+        """The pairs of stages that exchange tensors."""
+
+    @property
+    @abstractmethod
+    def tied(self) -> Sequence[Any]:
+        """Parameters that several stages share."""
+
+    @abstractmethod
+    def name_inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a rank was passed, as the stages take it: by position, and by name."""
+
+    @abstractmethod
+    def takes(self, stage: Stage) -> frozenset[str] | None:
+        """Names of keyword inputs that the stage is handed; None: any."""
+
+    @abstractmethod
+    def known(self, stage: Stage, given: Sequence[str]) -> frozenset[str] | None:
+        """Names of keyword inputs that a user may pass because of this stage; None: any.
+
+        `given` are the names that `name_inputs` found in what this rank was passed.
+        """
+
+    @abstractmethod
+    def needs(self, stage: int) -> Sequence[str]:
+        """Names of inputs that a stage cannot do without, and that another rank may hold."""
+
+    @abstractmethod
+    def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What tells microbatches of different shape apart; None: not all inputs are here."""
+
+    @abstractmethod
+    def agree_sizes(self, found: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        """The sizes of every microbatch, out of what each rank knows of them.
+
+        Raises:
+            InputError: the ranks contradict each other, or no rank knows enough.
+        """
+
+    @abstractmethod
+    def agree(
+        self,
+        prober: Prober,
+        sizes: Sequence[Any],
+        facts: Sequence[StageFacts],
+        *,
+        training: bool,
+        autocast: bool,
+    ) -> Interfaces:
+        """What crosses every boundary, for each distinct shape of microbatch."""
+
+    @abstractmethod
+    def received(
+        self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]
+    ) -> list[tuple[int, int]]:
+        """For each tensor that the module takes: the edge it arrives by, and its place there."""
+
+    @abstractmethod
+    def sent(self, stage: int, out_of: Sequence[Sequence[PortShape]]) -> tuple[PortShape, ...]:
+        """The tensors that the module returns, in its order."""
+
+    @abstractmethod
+    def tensors(self, output: Any, skeleton: Skeleton | None, stage: int) -> list[torch.Tensor]:
+        """The tensors to send, out of what the module returned."""
+
+    @abstractmethod
+    def call(
+        self,
+        module: nn.Module,
+        received: Sequence[torch.Tensor],
+        skeleton: Skeleton | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run the module."""
+
+
+class ManualFront(Front):
+    """A module that a user wrote as a stage; stages form a chain."""
+
+    kind = "hand-written"
+    tied = ()
+
+    def __init__(
+        self, input_args: tuple[Any, ...] | None, output_args: tuple[Any, ...] | None
+    ) -> None:
+        self.input_args = input_args
+        self.output_args = output_args
+
+    def facts(self) -> dict[str, str]:
+        return {}
+
+    def edges(self, num_stages: int) -> list[tuple[int, int]]:
+        return list(zip(range(num_stages - 1), range(1, num_stages), strict=True))
+
+    def name_inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, dict(kwargs)
+
+    def takes(self, stage: Stage) -> frozenset[str] | None:
+        return _keyword_names(stage.submod)
+
+    def known(self, stage: Stage, given: Sequence[str]) -> frozenset[str] | None:
+        return self.takes(stage)
+
+    def needs(self, stage: int) -> Sequence[str]:
+        return ()
+
+    def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
+
+    def agree_sizes(self, found: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        return list(zip(*found, strict=True))
+
+    def agree(
+        self,
+        prober: Prober,
+        sizes: Sequence[Any],
+        facts: Sequence[StageFacts],
+        *,
+        training: bool,
+        autocast: bool,
+    ) -> Interfaces:
+        return prober.manual()
+
+    def received(
+        self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]
+    ) -> list[tuple[int, int]]:
+        return [(edge, i) for edge, ports in enumerate(into) for i in range(len(ports))]
+
+    def sent(self, stage: int, out_of: Sequence[Sequence[PortShape]]) -> tuple[PortShape, ...]:
+        return tuple(port for ports in out_of for port in ports)
+
+    def tensors(self, output: Any, skeleton: Skeleton | None, stage: int) -> list[torch.Tensor]:
+        assert skeleton is not None
+        return skeleton.tensors(output, stage)
 
     def call(
         self,
@@ -58,7 +237,6 @@ class ManualFront:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run the module; what the stage before returned becomes its arguments."""
         if skeleton is not None:
             value = skeleton.build(received)
             # A plain tuple is the next stage's argument list; any other value,
@@ -67,12 +245,93 @@ class ManualFront:
         return module(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class TracedFront:
-    """How to call a stage that was cut out of a captured model."""
+class TracedFront(Front):
+    """A stage that was cut out of a captured model."""
 
-    info: PipeInfo
-    stage: int
+    kind = "traced"
+
+    def __init__(self, info: PipeInfo) -> None:
+        self.info = info
+
+    def facts(self) -> dict[str, str]:
+        return {"split of the traced model": self.info.hash[:12]}
+
+    def edges(self, num_stages: int) -> list[tuple[int, int]]:
+        return [(edge.source, edge.target) for edge in self.info.edges]
+
+    @property
+    def tied(self) -> Sequence[Any]:
+        return self.info.tied
+
+    def name_inputs(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (), self.info.name_inputs(args, kwargs, partial=True)
+
+    def takes(self, stage: Stage) -> frozenset[str] | None:
+        return frozenset(self.info.interfaces[stage.stage_index].model_inputs)
+
+    def known(self, stage: Stage, given: Sequence[str]) -> frozenset[str] | None:
+        return frozenset((*self.info.input_names, *given))
+
+    def needs(self, stage: int) -> Sequence[str]:
+        return self.info.interfaces[stage].model_inputs
+
+    def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        needed = {name for interface in self.info.interfaces for name in interface.model_inputs}
+        if not needed <= set(kwargs):
+            return None
+        return tuple(sorted(self.info.bind_inputs((), kwargs).items()))
+
+    def agree_sizes(self, found: Sequence[Sequence[Any]]) -> Sequence[Any]:
+        known = [(rank, sizes) for rank, sizes in enumerate(found) if None not in sizes]
+        if not known:
+            raise InputError(
+                "no rank was given the model's inputs; pass them on the rank of the first stage, "
+                "or make the same call on every rank"
+            )
+        first, values = known[0]
+        for rank, sizes in known[1:]:
+            if list(sizes) != list(values):
+                shown = [[dict(one) for one in some] for some in (values, sizes)]
+                raise InputError(
+                    f"rank {first} passes inputs of sizes {shown[0]}, rank {rank} of {shown[1]}"
+                )
+        return values
+
+    def agree(
+        self,
+        prober: Prober,
+        sizes: Sequence[Any],
+        facts: Sequence[StageFacts],
+        *,
+        training: bool,
+        autocast: bool,
+    ) -> Interfaces:
+        wants = [training and one.wants_gradient for one in facts]
+        info = self.info
+        boundaries = tuple(bind_traced(info.interfaces, dict(values), wants) for values in sizes)
+        is_as_traced = autocast == info.trace_autocast and all(
+            one.dtypes == traced for one, traced in zip(facts, info.state_dtypes, strict=True)
+        )
+        return prober.known(boundaries) if is_as_traced else prober.traced(boundaries)
+
+    def received(
+        self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]
+    ) -> list[tuple[int, int]]:
+        names = [[port.name for port in ports] for ports in into]
+        return [
+            (edge, names[edge].index(one.port.name))
+            for one in self.info.interfaces[stage].received
+            for edge in (sources.index(one.source_stage),)
+        ]
+
+    def sent(self, stage: int, out_of: Sequence[Sequence[PortShape]]) -> tuple[PortShape, ...]:
+        by_name = {port.name: port for ports in out_of for port in ports}
+        return tuple(by_name[one.port.name] for one in self.info.interfaces[stage].sent)
+
+    def tensors(self, output: Any, skeleton: Skeleton | None, stage: int) -> list[torch.Tensor]:
+        return list(output) if isinstance(output, tuple | list) else [output]
 
     def call(
         self,
@@ -82,8 +341,6 @@ class TracedFront:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run the module on received tensors, and on model inputs by name."""
-        del skeleton, args
         return module(*received, **kwargs)
 
 

@@ -28,7 +28,7 @@ from fxpipe.runtime.stage.backward import (
 )
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term
-from fxpipe.runtime.stage.stage_kind import Stage, TracedFront
+from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import StepData
 
 __all__ = ["StageRunner", "Wiring", "wire"]
@@ -134,8 +134,12 @@ class StageRunner:
         if aux.terms:
             step.aux.append((microbatch, sum(aux.terms).detach()))  # type: ignore[union-attr]
         if step.is_training:
+            self._check_fresh(microbatch, sent)
             self._residuals[microbatch] = _Residual(sent, slots, term, aux.terms, deferral)
-        return [[sent[i].detach() for i in places] for places in wiring.departure]
+            return [[sent[i].detach() for i in places] for places in wiring.departure]
+        # A module may return the same buffer each time, before the last one has been read.
+        copies = [tensor.clone() for tensor in sent]
+        return [[copies[i] for i in places] for places in wiring.departure]
 
     def backward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
         made, rest = self._backward(microbatch, arrived)
@@ -161,9 +165,8 @@ class StageRunner:
         step = self._step
         assert step is not None
         if step.keeps_outputs:
-            step.outputs[microbatch] = pytree.tree_map_only(
-                torch.Tensor, torch.Tensor.detach, output
-            )
+            keep = torch.Tensor.detach if step.is_training else torch.Tensor.clone
+            step.outputs[microbatch] = pytree.tree_map_only(torch.Tensor, keep, output)
         if step.loss_fn is None or step.targets is None:
             return None
         term = loss_term(
@@ -173,15 +176,22 @@ class StageRunner:
         return term
 
     def _outgoing(self, wiring: Wiring, output: Any) -> Tensors:
-        if isinstance(self._front, TracedFront):
-            sent = list(output) if isinstance(output, tuple | list) else [output]
-        else:
-            assert wiring.outgoing is not None
-            sent = wiring.outgoing.tensors(output, self.stage.stage_index)
+        sent = self._front.tensors(output, wiring.outgoing, self.stage.stage_index)
         for tensor, port in zip(sent, wiring.sent, strict=True):
             if tensor.shape != port.shape or tensor.dtype != port.dtype:
                 self._misfits(sent, wiring.sent)
         return sent
+
+    def _check_fresh(self, microbatch: int, sent: Tensors) -> None:
+        """Two microbatches whose backward is still to come cannot share a tensor."""
+        for other, residual in self._residuals.items():
+            for tensor in residual.sent:
+                if any(tensor is one for one in sent):
+                    raise InputError(
+                        f"stage {self.stage.stage_index} returned the same tensor object for the "
+                        f"microbatches {other} and {microbatch}; in training every microbatch "
+                        "needs a tensor of its own, since its backward comes later"
+                    )
 
     def _misfits(self, sent: Tensors, ports: Sequence[PortShape]) -> None:
         lines = [
@@ -266,22 +276,9 @@ def wire(
     edges = boundary.edges()
     into = [boundary.ports[e.source, index] for e in edges.into(index)]
     out_of = [boundary.ports[index, e.target] for e in edges.out_of(index)]
-    if isinstance(stage.front, TracedFront):
-        interface = stage.front.info.interfaces[index]
-        sources = [e.source for e in edges.into(index)]
-        names = [[port.name for port in ports] for ports in into]
-        arrival = [
-            (edge, names[edge].index(r.port.name))
-            for r in interface.received
-            for edge in (sources.index(r.source_stage),)
-        ]
-        place = {sent.port.name: i for i, sent in enumerate(interface.sent)}
-        by_name = {port.name: port for ports in out_of for port in ports}
-        sent = tuple(by_name[s.port.name] for s in interface.sent)
-    else:
-        arrival = [(edge, i) for edge, ports in enumerate(into) for i in range(len(ports))]
-        place = {port.name: i for ports in out_of for i, port in enumerate(ports)}
-        sent = tuple(port for ports in out_of for port in ports)
+    arrival = stage.front.received(index, [e.source for e in edges.into(index)], into)
+    sent = stage.front.sent(index, out_of)
+    place = {port.name: i for i, port in enumerate(sent)}
     received = tuple(into[edge][i] for edge, i in arrival)
     position = {at: i for i, at in enumerate(arrival)}
     return Wiring(

@@ -1,81 +1,53 @@
-"""Let all ranks of a pipeline agree, and learn of each other's faults at once.
+"""Let all ranks of a group agree, and learn at once what went wrong elsewhere.
 
-Two means, both beside the data path and both on the CPU:
+Three means, all beside the data path and all on the CPU:
 
-* a gloo group for small exchanges at the start and the end of a step. Every rank
-  takes part in both whatever happened in between, so the group stays usable.
-* a key in the store for faults. A thread looks at it a few times a second while
-  a step runs, so a rank that is computing or waiting learns of a fault elsewhere
-  without a message on the data path.
+* exchanges: every rank says something and hears what the others say. Each carries the call it
+  belongs to, its phase and its number, and these are compared: ranks that make different calls
+  are told so, all of them, at once.
+* a key in the store for failures. A thread looks at it a few times a second during a call, so a
+  rank that computes or waits learns of a failure elsewhere without a message on the data path.
+* signs of life. A process on this host is watched through the kernel, which knows when it ends,
+  whoever holds its sockets open. Processes on other hosts leave a sign in the store.
 
-A rank that fails does not stop talking: it finishes the transfers it owes with
-empty tensors (see `executor.drain`), so no peer is left waiting and the user's
-process groups stay clean.
+A rank that fails does not stop talking: it finishes the transfers it owes with empty tensors (see
+`executor.drain`), so that no peer is left waiting and the next call can follow. What cannot be
+finished breaks the group of ranks for good: every later call raises the same failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import json
-import pickle
-import sys
-import threading
+import os
+import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import FxpipeError, RemoteStageError
-from fxpipe.runtime.wire.transport import Transport, TransportError
+from fxpipe.errors import FxpipeError, InputError
+from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
+from fxpipe.runtime.wire.plain import dumps, loads
+from fxpipe.runtime.wire.sockets import HostTransport, Listener
+from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
+from fxpipe.runtime.wire.watch import GRACE, POLL, Life, Watch
 
-__all__ = ["Control", "Fault", "GroupControl", "LocalControl", "remote_error", "side_group"]
+__all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "control_of"]
 
-POLL = 0.1
-WIDTH = 8
+CALLS = ("nothing", "step", "eval", "clip_grad_norm_")
+"""What all ranks must call together. The place of a name is its number in messages."""
 
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What went wrong first, and where."""
-
-    rank: int
-    stage: int | None
-    microbatch: int | None
-    action: str
-    type: str
-    message: str
-    kind: str = "error"
-
-    def __str__(self) -> str:
-        where = f"rank {self.rank}"
-        if self.stage is not None:
-            where += f", stage {self.stage}"
-        if self.microbatch is not None:
-            where += f", microbatch {self.microbatch}"
-        if self.action:
-            where += f", action {self.action}"
-        return f"{where}: {self.type}: {self.message}"
-
-
-def remote_error(fault: Fault) -> RemoteStageError:
-    """The exception for the ranks that did not fail themselves."""
-    return _raised_elsewhere(f"another rank failed: {fault}", fault)
-
-
-def _raised_elsewhere(message: str, fault: Fault) -> RemoteStageError:
-    return RemoteStageError(
-        message,
-        rank=fault.rank,
-        stage=fault.stage,
-        microbatch=fault.microbatch,
-        action=fault.action,
-    )
+_WIDTH = 8  # numbers of an exchange
+_HEADER = 4  # of them: call, schedule, phase, number of the exchange
+_BLOCK = 4096  # bytes of what a rank says in a gathering, if that is enough
+_FEW = 8  # ranks that exchange by telling each other; more exchange over their group
+_CPU = torch.device("cpu")
 
 
 class Control(Protocol):
@@ -83,21 +55,28 @@ class Control(Protocol):
 
     rank: int
     size: int
+    failure: Failure | None
 
-    @property
-    def fault(self) -> Fault | None: ...
+    def begin(
+        self, call: str, schedule: int, deadline: Deadline, status: Callable[[], str]
+    ) -> None: ...
+
+    def end(self) -> None: ...
 
     def exchange(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]: ...
 
     def gather(self, value: Any) -> list[Any]: ...
 
-    def report(self, fault: Fault) -> Fault: ...
+    def report(self, failure: Failure) -> Failure: ...
 
-    def begin(self, status: Callable[[], str]) -> None: ...
+    def settled(self) -> Failure | None:
+        """All ranks know of the failure of this call and got over it; returns it."""
 
-    def end(self) -> None: ...
+    def give_up(self, failure: Failure) -> None:
+        """Stop talking to the other ranks, for good."""
 
-    def look(self) -> None: ...
+    def lost(self, error: TransportError, where: Failure) -> Failure:
+        """Find out who is gone or silent after a transfer failed, and tell everybody."""
 
     def diagnose(self) -> str: ...
 
@@ -107,7 +86,16 @@ class LocalControl:
 
     rank = 0
     size = 1
-    fault: Fault | None = None
+
+    def __init__(self) -> None:
+        self.failure: Failure | None = None
+
+    def begin(
+        self, call: str, schedule: int, deadline: Deadline, status: Callable[[], str]
+    ) -> None:
+        self.failure = None
+
+    def end(self) -> None: ...
 
     def exchange(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         return (tuple(numbers),)
@@ -115,231 +103,455 @@ class LocalControl:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def report(self, fault: Fault) -> Fault:
-        return fault
+    def report(self, failure: Failure) -> Failure:
+        self.failure = self.failure or failure
+        return self.failure
 
-    def begin(self, status: Callable[[], str]) -> None:
-        del status
+    def settled(self) -> Failure | None:
+        known, self.failure = self.failure, None
+        return known
 
-    def end(self) -> None: ...
+    def give_up(self, failure: Failure) -> None:
+        self.failure = failure
 
-    def look(self) -> None: ...
+    def lost(self, error: TransportError, where: Failure) -> Failure:
+        raise AssertionError("a transfer within one process failed") from error
 
     def diagnose(self) -> str:
         return ""
 
 
-_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
-_COUNTS: dict[str, int] = {}
+_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupControl] = weakref.WeakKeyDictionary()
+_MEETINGS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
+    """The control of a process group, made at the first call and again once it is broken.
+
+    Raises:
+        RemoteStageError: a rank does not come before the deadline.
+    """
+    found = _CONTROLS.get(group)
+    if found is None or (found.failure is not None and found.failure.is_final):
+        found = _CONTROLS[group] = GroupControl(group, deadline)
+    return found
 
 
 class GroupControl:
-    """Agreement over a gloo group and the store, for the ranks of `group`."""
+    """Agreement over a gloo group of our own and the store, for the ranks of `group`."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, deadline: Deadline) -> None:
         self.rank = group.rank()
         self.size = group.size()
-        self._timeout = timeout
-        self._group = side_group(group)
-        self._direct: Transport | None = None
-        self._step = 0
-        self._fault: Fault | None = None
-        self._watch = _Watch(self)
-        # Kept, since gloo's threads may hold on to them a little longer than a call.
-        self._mine = torch.zeros(WIDTH, dtype=torch.int64)
-        self._parts = [torch.zeros(WIDTH, dtype=torch.int64) for _ in range(self.size)]
-        self._store = dist.distributed_c10d._get_default_store()
-        name = self._group.group_name
-        _COUNTS[name] = _COUNTS.get(name, 0) + 1
-        self._prefix = f"fxpipe/{name}/start"
-        # Ranks may have made different numbers of schedules: take rank 0's number.
-        first = self.exchange([_COUNTS[name]])[0][0]
-        self._prefix = f"fxpipe/{name}/{first}"
-
-    @property
-    def fault(self) -> Fault | None:
-        return self._fault
-
-    def exchange(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Every rank's numbers, by rank."""
-        row = [*numbers, *(0,) * (WIDTH - len(numbers))]
-        self._mine.copy_(torch.tensor(row))
-        if self._direct is None:
-            self._allgather(self._mine, self._parts)
-        else:
-            self._exchange_directly(self._direct)
-        return tuple(tuple(part.tolist()) for part in self._parts)
-
-    def use(self, transport: Transport) -> None:
-        """From now on exchange numbers over a transport that joins every two ranks."""
-        self._direct = transport
-
-    def _exchange_directly(self, transport: Transport) -> None:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        shapes = [((WIDTH,), torch.int64)]
-        self._parts[self.rank].copy_(self._mine)
+        self.failure: Failure | None = None
+        self.schedules = 0
+        self._group = weakref.ref(group)
+        self._store: Any = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        meeting = _MEETINGS[group] = _MEETINGS.get(group, 0) + 1
+        self._prefix = f"fxpipe/{_name(group)}/{meeting}"
+        self._poll = POLL * max(1.0, dist.get_world_size() / 256)
+        self._failures = 0
+        self._sequence = 0
+        self._call = (0, 0)
+        self._deadline = deadline
+        self._transports: dict[str, Transport] = {}
+        listener = _listener(group)
         try:
-            incoming = [transport.recv(rank, shapes, self._mine.device) for rank in others]
-            for rank in others:
-                transport.send(rank, [self._mine])
-            for rank, one in zip(others, incoming, strict=True):
-                self._parts[rank] = one.wait()[0]
-            transport.finish()
-        except TransportError as error:
-            self._look_or_lose()
-            if self._fault is not None and self._fault.kind != "error":
-                raise remote_error(self._fault) from error
-            if error.timed_out:
-                self._hung()
-            self._lost(str(error))
+            self._hosts = self._hello(listener)
+            self._make_group(listener)
+        finally:
+            if listener is not None:
+                listener.close()
+        self._life = Life(
+            {r: found["pid"] for r, found in enumerate(self._hosts) if self._is_near(r)},
+            [r for r in range(self.size) if r != self.rank and not self._is_near(r)],
+        )
+        self._watch = Watch(self)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. Values must pickle."""
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [numbers[0] for numbers in self.exchange([data.numel()])]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: data.numel()] = data
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._allgather(padded, parts)
-        return [
-            pickle.loads(ctypes.string_at(part.data_ptr(), size))
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+    # Meeting
 
-    def _allgather(self, mine: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        work = self._group.allgather([parts], [mine])
-        deadline = time.monotonic() + self._timeout
-        patience = datetime.timedelta(seconds=2 * POLL)
-        while True:
-            try:
-                work.wait(patience)
-                return
-            except RuntimeError as error:
-                if "Operation timed out" not in str(error):
-                    self._lost(str(error))
-                self._look_or_lose()
-                if self._fault is not None and self._fault.kind != "error":
-                    raise remote_error(self._fault) from error
-                if time.monotonic() > deadline:
-                    self._hung()
-
-    def _look_or_lose(self) -> None:
-        """Look for a fault: a rank that is not next to a lost one hears nothing of it here."""
-        try:
+    def _hello(self, listener: Listener | None) -> list[dict[str, Any]]:
+        """Tell in the store that this rank is here, and wait for the others."""
+        mine = {
+            "host": _host(),
+            "pid": os.getpid(),
+            "folder": None if listener is None else listener.folder,
+        }
+        self.look()
+        if self.failure is not None:
+            raise remote_error(self.failure)
+        keys = [self._key(f"hello/{rank}") for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(mine))
+        pause = 0.001
+        while missing := [r for r, key in enumerate(keys) if not self._store.check([key])]:
             self.look()
-        except RuntimeError as error:
-            self._lost(f"the store does not answer: {error}")
+            if self.failure is not None:
+                raise remote_error(self.failure)
+            if self._deadline.left() == 0.0:
+                text = f"has not come to its first call within {self._deadline.seconds:g} s"
+                first = Failure(missing[0], None, None, "", "TimeoutError", text, "hang")
+                raise remote_error(self.report(first))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [json.loads(self._store.get(key)) for key in keys]
 
-    def _lost(self, text: str) -> None:
-        fault = Fault(self.rank, None, None, "", "ConnectionError", f"lost a peer: {text}", "lost")
-        raise remote_error(self.report(fault))
+    def _make_group(self, listener: Listener | None) -> None:
+        problem: BaseException | None = None
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(
+                dist.distributed_c10d.PrefixStore(self._prefix, self._store),
+                self.rank,
+                self.size,
+                timeout=datetime.timedelta(seconds=max(self._deadline.left(), 0.01)),
+            )
+            near = {r: h["folder"] for r, h in enumerate(self._hosts) if self._is_near(r)}
+            found: dict[int, socket.socket] = {}
+            if listener is not None and None not in [h["folder"] for h in self._hosts]:
+                found = listener.connect(self.rank, near, self._deadline, self._look_and_raise)
+        except BaseException as error:
+            problem = error
+        if problem is not None:
+            kind, text = described(problem)
+            failure = Failure(self.rank, None, None, "", kind, f"cannot connect: {text}", "broken")
+            raise remote_error(self.report(failure)) from problem
+        self._data: Transport = GroupTransport(self._gloo)
+        self._joins_all = len(found) == self.size - 1 > 0
+        if found:
+            self._data = HostTransport(self._data, found, self._gave_up)
+        self._talk = self._data
 
-    def _hung(self) -> None:
-        fault = Fault(
-            self.rank, None, None, "", "TimeoutError",
-            f"waited {self._timeout:g} s for all ranks to take part in a step", "hang",
-        )  # fmt: skip
-        known = self.report(fault)
-        raise _raised_elsewhere(f"{known}\n{self.diagnose()}", known)
+    def _is_near(self, rank: int) -> bool:
+        here = self._hosts[self.rank]["host"]
+        return rank != self.rank and bool(self._hosts[rank]["host"] == here)
 
-    def report(self, fault: Fault) -> Fault:
-        """Publish a fault; the first one of a step wins and is returned."""
-        text = json.dumps(asdict(fault))
-        with contextlib.suppress(Exception):
-            text = self._store.compare_set(self._key("fault"), "", text).decode()
-        self._fault = Fault(**json.loads(text))
-        return self._fault
+    def transport(self, device: torch.device) -> Transport:
+        """How tensors on `device` travel; all ranks ask for the same in the same order."""
+        group = self._group()
+        assert group is not None
+        backend = _backend(group, device)
+        if backend == "gloo":
+            return self._data
+        if backend not in self._transports:
+            self._transports[backend] = GroupTransport(_like(group, backend, self._deadline))
+        return self._transports[backend]
 
-    def begin(self, status: Callable[[], str]) -> None:
-        self._step += 1
-        self._fault = None
+    # Calls
+
+    def begin(
+        self, call: str, schedule: int, deadline: Deadline, status: Callable[[], str]
+    ) -> None:
+        if self.failure is not None and self.failure.is_final:
+            more = "the connection to the other ranks is broken since then: make a new schedule"
+            raise remote_error(self.failure, more)
+        self._call = (CALLS.index(call), schedule)
+        self._deadline = deadline
+        self.failure = None
+        for transport in (self._data, *self._transports.values()):
+            transport.begin(deadline, self._sequence)
         self._watch.start(status)
 
     def end(self) -> None:
         self._watch.stop()
+        if self.failure is not None and self.failure.is_final:
+            self.close()  # so that whoever waits for this rank learns of it
+
+    def exchange(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Every rank's numbers, by rank.
+
+        Raises:
+            InputError: on all ranks, which make different calls.
+        """
+        rows = self._allgather(torch.tensor(self._row(1, numbers), device=_CPU))
+        found = tuple(tuple(row.tolist()) for row in rows)
+        self._check(found)
+        return tuple(row[_HEADER:] for row in found)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank; plain data only, see `plain`."""
+        problem: BaseException | None = None
+        try:
+            data = dumps(value)
+        except Exception as error:
+            problem, data = error, b""
+        head = torch.tensor(self._row(2, [len(data), problem is not None]), device=_CPU)
+        room = _BLOCK - head.nbytes
+        text = torch.frombuffer(bytearray(data.ljust(room, b" ")), dtype=torch.uint8)
+        parts = self._allgather(torch.cat([head.view(torch.uint8), text[:room]]))
+        rows = [tuple(part[: head.nbytes].view(torch.int64).tolist()) for part in parts]
+        self._check(rows)
+        if any(row[_HEADER + 1] for row in rows):
+            if problem is not None:
+                raise problem
+            rank = next(r for r, row in enumerate(rows) if row[_HEADER + 1])
+            raise InputError(f"rank {rank} has something to say that is not plain data")
+        sizes = [row[_HEADER] for row in rows]
+        texts = [bytes(part[head.nbytes :].numpy()) for part in parts]
+        if max(sizes) > room:
+            rest = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)[room:]
+            more = self._allgather(rest)
+            texts = [a + bytes(b.numpy()) for a, b in zip(texts, more, strict=True)]
+        return [loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    def _row(self, phase: int, numbers: Sequence[int]) -> list[int]:
+        self._sequence += 1
+        row = [*self._call, phase, self._sequence, *map(int, numbers)]
+        return [*row, *(0,) * (_WIDTH - len(row))]
+
+    def _check(self, rows: Sequence[tuple[int, ...]]) -> None:
+        """Compare what the ranks take this exchange for."""
+        if len({row[:_HEADER] for row in rows}) == 1:
+            return
+        if len({row[2:_HEADER] for row in rows}) == 1:
+            several = len({row[1] for row in rows}) > 1
+            calls = [
+                f"rank {r} calls {CALLS[row[0]]}()"
+                + (f" of its schedule {row[1] or 'that is new'}" if several else "")
+                for r, row in enumerate(rows)
+            ]
+            raise InputError(f"all ranks must make the same call, but {', '.join(calls)}")
+        text = f"the ranks are at different places of a call: {[row[:_HEADER] for row in rows]}"
+        raise remote_error(
+            self.report(Failure(self.rank, None, None, "", "FxpipeError", text, "broken"))
+        )
+
+    def _allgather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        try:
+            if self._joins_all and self.size <= _FEW:
+                return self._tell_all(mine)
+            return self._over_group(mine)
+        except TransportError as error:
+            here = Failure(self.rank, None, None, "", "", "")
+            failure = self.lost(error, here)
+            raise remote_error(
+                failure, self.diagnose() if failure.kind == "hang" else ""
+            ) from error
+        except FxpipeError:
+            raise
+        except BaseException as error:  # an interrupt: half a message may be on its way
+            self._break(error)
+            raise
+
+    def _tell_all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        shapes = [(tuple(mine.shape), mine.dtype)]
+        incoming = {rank: self._talk.recv(rank, shapes, _CPU) for rank in others}
+        for rank in others:
+            self._talk.send(rank, [mine])
+        found = {rank: one.wait()[0] for rank, one in incoming.items()}
+        self._talk.finish()
+        return [found.get(rank, mine) for rank in range(self.size)]
+
+    def _over_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self._gloo.allgather([parts], [mine])
+        while True:
+            try:
+                work.wait(datetime.timedelta(seconds=min(0.2, max(self._deadline.left(), 0.01))))
+                return parts
+            except RuntimeError as error:
+                peer = (self.rank + 1) % self.size
+                if "Operation timed out" not in str(error):
+                    raise TransportError(peer, str(error), timed_out=False) from error
+                if self._gave_up():
+                    raise TransportError(peer, "the call was given up", timed_out=False) from error
+                if self._deadline.left() == 0.0:
+                    text = f"timed out after {self._deadline.seconds:g} s"
+                    raise TransportError(-1, text, timed_out=True) from error
+
+    def _break(self, error: BaseException) -> None:
+        kind, text = described(error)
+        self.report(Failure(self.rank, None, None, "", kind, text or "stopped", "broken"))
+
+    # Failures
+
+    def report(self, failure: Failure) -> Failure:
+        """Publish a failure; the first one of a call wins and is returned."""
+        text = json.dumps(asdict(failure))
+        with contextlib.suppress(Exception):
+            text = self._store.compare_set(self._failure_key, "", text).decode()
+        self.failure = Failure(**json.loads(text))
+        if self.failure.is_final:
+            self._status()
+        return self.failure
+
+    def settled(self) -> Failure | None:
+        self.look()
+        known, self.failure = self.failure, None
+        self._failures += 1
+        return known
+
+    def give_up(self, failure: Failure) -> None:
+        self.failure = self.report(failure)
+        if not self.failure.is_final:  # an earlier failure took the place: say it louder
+            self._failures += 1
+            self.report(failure)
+        self.close()
 
     def look(self) -> None:
-        """Look for a fault in the store; answer if somebody asks what we are doing."""
-        if self._fault is None and self._store.check([self._key("fault")]):
-            self._fault = Fault(**json.loads(self._store.get(self._key("fault")).decode()))
-            if self._fault.kind == "hang":
-                self._store.set(self._key(f"status{self.rank}"), self._watch.status())
+        """Look for a failure in the store; say what we are doing if it is final."""
+        known = self.failure
+        if (known is None or not known.is_final) and self._store.check([self._failure_key]):
+            self.failure = Failure(**json.loads(self._store.get(self._failure_key).decode()))
+            if self.failure.is_final:
+                self._status()
+
+    def watch(self, is_active: bool) -> None:
+        """What the thread does again and again."""
+        self._life.sign(self._store, self._key(f"life/{self.rank}"))
+        if not is_active:
+            return
+        self.look()
+        if self.failure is None or not self.failure.is_final:
+            gone = self._life.gone(self._store, self._key("life"))
+            if gone is not None:
+                rank, why = gone
+                self.report(Failure(rank, None, None, "", "ConnectionError", why, "lost"))
+
+    def lost(self, error: TransportError, where: Failure) -> Failure:
+        # Another rank may know why: one that gave up closes its connections, too.
+        patience = Deadline(0.0 if error.timed_out else GRACE)
+        while True:
+            with contextlib.suppress(RuntimeError):
+                self.look()
+            if self.failure is not None and self.failure.is_final:
+                return self.failure
+            ended = self._life.ended()
+            if ended or patience.left() == 0.0:
+                break
+            time.sleep(0.02)
+        rank, why = ended[0] if ended else (error.peer, str(error))
+        at = f" in action {where.action}" if where.action else ""
+        if error.timed_out and not ended:
+            # Who is silent waits for nobody: ask all ranks where they are.
+            waited = f"waited {self._deadline.seconds:g} s" if rank < 0 else why
+            text = f"no answer from rank {rank}: " if rank >= 0 else ""
+            rank = max(rank, 0)
+            return self.report(
+                Failure(
+                    rank, where.stage, where.microbatch, where.action, "TimeoutError",
+                    f"{text}{waited} (noticed by rank {self.rank}{at})", "hang",
+                )
+            )  # fmt: skip
+        text = f"lost the connection to rank {rank}: {why} (noticed by rank {self.rank}{at})"
+        return self.report(Failure(rank, None, None, "", "ConnectionError", text, "lost"))
+
+    def close(self) -> None:
+        """End all connections after a final failure."""
+        for transport in (self._data, *self._transports.values()):
+            transport.close()
+
+    def _gave_up(self) -> bool:
+        return self.failure is not None and self.failure.is_final
+
+    def _look_and_raise(self) -> None:
+        self.look()
+        if self.failure is not None:
+            raise remote_error(self.failure)
 
     def diagnose(self) -> str:
         """What every rank is doing, as far as they still answer."""
-        deadline = time.monotonic() + 10 * POLL
+        patience = Deadline(GRACE)
         lines = []
         for rank in range(self.size):
-            key, text = self._key(f"status{rank}"), "no answer: not inside a step, or gone"
+            key, text = self._key(f"status/{rank}"), "no answer: not inside a call, or gone"
             if rank == self.rank:
                 text = self._watch.status()
             else:
                 with contextlib.suppress(Exception):
-                    while not self._store.check([key]) and time.monotonic() < deadline:
+                    while not self._store.check([key]) and patience.left() > 0:
                         time.sleep(POLL / 4)
                     if self._store.check([key]):
                         text = self._store.get(key).decode()
             lines.append(f"  rank {rank}: {text}")
         return "\n".join(lines)
 
+    def _status(self) -> None:
+        with contextlib.suppress(Exception):
+            self._store.set(self._key(f"status/{self.rank}"), self._watch.status())
+
+    @property
+    def _failure_key(self) -> str:
+        return self._key(f"failure/{self._failures}")
+
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{self._step}/{name}"
+        return f"{self._prefix}/{name}"
+
+    @property
+    def poll(self) -> float:
+        return self._poll
+
+    @property
+    def needs_signs(self) -> bool:
+        return self._life.needs_signs
 
 
-class _Watch:
-    """The thread that looks at the store while a step runs."""
-
-    def __init__(self, control: GroupControl) -> None:
-        self._control = weakref.ref(control)
-        self._active = threading.Event()
-        self._status: Callable[[], str] = lambda: ""
-        self._thread: threading.Thread | None = None
-        closed = weakref.finalize(control, self._active.set)
-        # At exit the thread must sleep on: woken, it would use the store while that is torn down.
-        closed.atexit = False
-
-    def start(self, status: Callable[[], str]) -> None:
-        self._status = status
-        self._active.set()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_look_again_and_again,
-                args=(self._control, self._active),
-                name="fxpipe-watch",
-                daemon=True,
-            )
-            self._thread.start()
-
-    def stop(self) -> None:
-        self._active.clear()
-        self._status = lambda: "not inside a step"
-
-    def status(self) -> str:
-        return self._status()
+def _name(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group.group_name)
+    except (RuntimeError, AttributeError):  # of a backend written in Python
+        return "-".join(map(str, dist.get_process_group_ranks(group)))
 
 
-def _look_again_and_again(control: weakref.ref[GroupControl], active: threading.Event) -> None:
-    while True:
-        active.wait()
-        time.sleep(POLL)
-        alive = control()
-        if alive is None or sys.is_finalizing():
-            return
-        if active.is_set():
-            with contextlib.suppress(Exception):  # the store is gone: nothing to learn any more
-                alive.look()
-        del alive
+def _host() -> str:
+    """What processes that see each other have in common, and no others."""
+    parts = [socket.gethostname(), str(os.getuid())]
+    with contextlib.suppress(OSError):
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            parts.append(boot.read().strip())
+    return " ".join(parts)
+
+
+def _listener(group: dist.ProcessGroup) -> Listener | None:
+    if group.size() == 1 or os.environ.get("FXPIPE_SOCKETS") == "0":
+        return None
+    try:
+        return Listener()
+    except OSError:
+        return None
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that carries tensors of a device, or gloo."""
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError:
+        return "gloo"
+
+
+def _like(group: dist.ProcessGroup, backend: str, deadline: Deadline) -> dist.ProcessGroup:
+    """A group of the same ranks on the same backend, for our messages alone."""
+    timeout = datetime.timedelta(seconds=max(deadline.left(), 1.0))
+    if group.bound_device_id is not None:  # its communicator exists: others are split from it
+        made = dist.split_group(group, [list(range(group.size()))], timeout)
+    else:
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout,
+            backend,
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
+    assert made is not None
+    assert made.rank() == group.rank()
+    return made
 
 
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A gloo group of the same ranks, made once per group."""
-    side = _GROUPS.get(group)
+    side = _SIDES.get(group)
     if side is None:
-        ranks = dist.get_process_group_ranks(group)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        if made is None:
-            raise FxpipeError(f"this process is not one of the pipeline's ranks {ranks}")
-        side = _GROUPS[group] = made
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
+        assert made is not None
+        side = _SIDES[group] = made
     return side
+
+
+_SIDES: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)

@@ -1,13 +1,16 @@
-"""Carry small messages between ranks of one host over sockets.
+"""Carry small messages between ranks of one host over Unix-domain sockets.
 
 gloo has a thread of its own for every transfer; waking it and waiting for its locks costs
 more than a small message itself. Here the rank's own thread writes to a socket and reads
-from it. Messages beyond `LARGEST` bytes, other hosts and other devices use the process
-group: both ends know a message's size, so both choose the same way.
+from it. Messages beyond `LARGEST` bytes and other hosts use the group's transport: both ends
+know a message's size, so both choose the same way.
 
 Nothing blocks but `wait` and `finish`. What a socket does not take at once is kept and
 written on the way; whoever blocks goes on writing and reading meanwhile, so two ranks
-never wait for each other. A peer that is gone is known at once, by the end of its stream.
+never wait for each other. Each message begins with its size and the number of its call.
+
+The sockets lie in a folder per rank that only its user may enter. A caller is known by the
+address it calls from, which lies in its own such folder; so nobody has to say anything.
 """
 
 from __future__ import annotations
@@ -15,63 +18,63 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import select
+import shutil
 import socket
 import struct
-import sys
-import time
+import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import torch
 
-from fxpipe.runtime.wire.control import Control
-from fxpipe.runtime.wire.transport import (
-    Incoming,
-    ProcessGroupTransport,
-    TensorShape,
-    TransportError,
-)
+from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport, TransportError
 
-__all__ = ["LARGEST", "HostTransport", "connect"]
+__all__ = ["LARGEST", "HostTransport", "Listener"]
 
 LARGEST = 1 << 17
 """Bytes of the largest message that goes over a socket: a few must fit into its buffer."""
 
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<II")
 _SLICE = 0.1  # seconds between two looks at whether waiting still makes sense
-_PATIENCE = 30.0  # seconds for a call that has been made already to come in
+_PARTS = 1000  # of a message that the system takes at once
+_CPU = torch.device("cpu")
 _CLOSED = "the connection is closed"
 
 
 class HostTransport:
-    """A transport that prefers sockets where there are any. Peers are group ranks."""
+    """A transport that prefers sockets where there are any. Peers are group ranks.
+
+    `gave_up` is asked now and then while this rank waits.
+    """
 
     def __init__(
         self,
-        group: ProcessGroupTransport,
+        group: Transport,
         sockets: Mapping[int, socket.socket],
-        timeout: float,
         gave_up: Callable[[], bool],
     ) -> None:
         self._group = group
-        self._timeout = timeout
         self._gave_up = gave_up
+        self._deadline = Deadline(0.0)
         self._behind: set[_Wire] = set()
         self._wires = {
             peer: _Wire(peer, made, self._behind, weakref.WeakMethod(self._block))
             for peer, made in sockets.items()
         }
         self._closed = weakref.finalize(self, _close_all, list(sockets.values()))
+        self._closed.atexit = False
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """The ranks that a socket leads to."""
-        return tuple(self._wires)
+    def begin(self, deadline: Deadline, number: int) -> None:
+        self._group.begin(deadline, number)
+        self._deadline = deadline
+        for wire in self._wires.values():
+            wire.number = number & 0xFFFFFFFF
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Any:
         wire = self._wires.get(peer)
@@ -96,16 +99,16 @@ class HostTransport:
             return self._group.recv(peer, shapes, device)
         if self._behind:
             self._write()
-        return wire.recv([torch.empty(shape, dtype=dtype) for shape, dtype in shapes], size)
+        made = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in shapes]
+        return wire.recv(made, size)
 
     def release(self, handle: Any) -> None:
         self._group.release(handle)
 
     def finish(self) -> None:
         self._group.finish()
-        start = time.monotonic()
         while self._behind:
-            self._block(next(iter(self._behind)).peer, start)
+            self._block(next(iter(self._behind)).peer)
 
     def forget(self, peer: int) -> None:
         self._group.forget(peer)
@@ -113,19 +116,18 @@ class HostTransport:
             self._behind.discard(self._wires.pop(peer))
 
     def abandon(self) -> None:
-        """Forget what is open; the other ends learn of it as of a lost connection."""
         self._group.abandon()
+
+    def close(self) -> None:
+        self._group.close()
         self._behind.clear()
         self._closed()
-
-    def warm_up(self, peers: Sequence[int], rank: int, device: torch.device) -> None:
-        self._group.warm_up(peers, rank, device)
 
     def _write(self) -> None:
         for wire in tuple(self._behind):
             wire.write()
 
-    def _block(self, peer: int, start: float) -> None:
+    def _block(self, peer: int) -> None:
         """Wait until something can be read or written, and do it."""
         poll = select.poll()
         by_number = {}
@@ -135,8 +137,8 @@ class HostTransport:
                 number = wire.fileno()
                 by_number[number] = wire
                 poll.register(number, wanted)
-        left = self._timeout - (time.monotonic() - start)
-        found = poll.poll(max(min(left, _SLICE), 0) * 1000)
+        left = self._deadline.left()
+        found = poll.poll(min(left, _SLICE) * 1000)
         for number, events in found:
             wire = by_number[number]
             if events & select.POLLOUT:
@@ -146,9 +148,10 @@ class HostTransport:
         if found:
             return
         if self._gave_up():
-            raise TransportError(peer, "the step was given up", timed_out=False)
+            raise TransportError(peer, "the call was given up", timed_out=False)
         if left <= 0:
-            raise TransportError(peer, f"timed out after {self._timeout:g} s", timed_out=True)
+            text = f"timed out after {self._deadline.seconds:g} s"
+            raise TransportError(peer, text, timed_out=True)
 
 
 class _Wire:
@@ -159,9 +162,12 @@ class _Wire:
         peer: int,
         made: socket.socket,
         behind: set[_Wire],
-        block: weakref.WeakMethod[Callable[[int, float], None]],
+        block: weakref.WeakMethod[Callable[[int], None]],
     ) -> None:
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
         self.peer = peer
+        self.number = 0
         self._socket = made
         self._behind = behind
         self._block = block
@@ -179,7 +185,7 @@ class _Wire:
 
     def send(self, tensors: Sequence[torch.Tensor], size: int) -> None:
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        parts = [_HEADER.pack(size), *[_memory(t) for t in dense if t.numel()]]
+        parts = [_HEADER.pack(size, self.number), *[_memory(t) for t in dense if t.numel()]]
         done = 0
         if not self._queue:
             done = self._put(parts)
@@ -188,21 +194,25 @@ class _Wire:
         # The tensors are kept with the bytes that are left of them.
         self._queue.extend((dense, view) for view in _without(parts, done))
         self._behind.add(self)
+        if len(parts) > _PARTS:
+            self.write()
 
     def write(self) -> None:
         """Write what the socket takes."""
         while self._queue:
-            owner, view = self._queue[0]
-            done = self._put([view])
-            if done < len(view):
-                self._queue[0] = (owner, view[done:])
+            done = self._put([view for _, view in islice(self._queue, _PARTS)])
+            if done == 0:
                 return
-            self._queue.popleft()
+            while done:
+                owner, view = self._queue.popleft()
+                if done < len(view):
+                    self._queue.appendleft((owner, view[done:]))
+                done = max(done - len(view), 0)
         self._behind.discard(self)
 
     def _put(self, parts: Sequence[Any]) -> int:
         try:
-            return self._socket.sendmsg(parts)
+            return self._socket.sendmsg(parts[:_PARTS])
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -217,7 +227,7 @@ class _Wire:
         """Read what has arrived for the first receive; tell whether anything had."""
         first = self._posted[0]
         try:
-            got, _, _, _ = self._socket.recvmsg_into(first.buffers)
+            got, _, _, _ = self._socket.recvmsg_into(first.buffers[:_PARTS])
         except BlockingIOError:
             return False
         except OSError as error:
@@ -230,25 +240,24 @@ class _Wire:
         return True
 
     def wait(self, receipt: _Receipt) -> None:
-        start = 0.0
         while not receipt.is_done:
             if not self.read():
-                start = start or time.monotonic()
                 block = self._block()
                 if block is None:
                     raise TransportError(self.peer, _CLOSED, timed_out=False)
-                block(self.peer, start)
+                block(self.peer)
 
 
 class _Receipt:
     """One message on its way to this rank."""
 
-    __slots__ = ("_header", "_left", "_size", "_tensors", "_wire", "buffers", "is_done")
+    __slots__ = ("_header", "_left", "_said", "_size", "_tensors", "_wire", "buffers", "is_done")
 
     def __init__(self, wire: _Wire, tensors: list[torch.Tensor], size: int) -> None:
         self._wire = wire
         self._tensors = tensors
         self._size = size
+        self._said = (size, wire.number)
         self._left = size + _HEADER.size
         self._header = bytearray(_HEADER.size)
         self.buffers: list[Any] = [self._header, *[_memory(t) for t in tensors if t.numel()]]
@@ -271,13 +280,15 @@ class _Receipt:
             self.buffers = []
         else:
             self.buffers = _without(self.buffers, got)
-        if self._left <= self._size and _HEADER.unpack(self._header)[0] != self._size:
-            raise TransportError(
-                self._wire.peer,
-                f"a message of {_HEADER.unpack(self._header)[0]} bytes came where "
-                f"{self._size} were agreed",
-                timed_out=False,
-            )
+        if self._left <= self._size:
+            said = _HEADER.unpack(self._header)
+            if said != self._said:
+                raise TransportError(
+                    self._wire.peer,
+                    f"a message of {said[0]} bytes of call {said[1]} came where {self._size} "
+                    f"bytes of call {self._said[1]} were agreed",
+                    timed_out=False,
+                )
 
 
 def _without(parts: Sequence[Any], count: int) -> list[memoryview]:
@@ -311,83 +322,70 @@ def _close_all(sockets: Sequence[socket.socket]) -> None:
         made.close()
 
 
-# Making the connections.
+class Listener:
+    """Where the other ranks of this host can call this one, until all have called."""
 
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="fxpipe-", dir=_short_folder())
+        try:
+            self._listener = _listen(f"{self.folder}/here")
+        except BaseException:
+            self.close()
+            raise
 
-def connect(control: Control, *, is_wanted: bool) -> dict[int, socket.socket]:
-    """Connect this rank with the ranks of the same host; all ranks call it.
+    def connect(
+        self, rank: int, folders: Mapping[int, str], deadline: Deadline, look: Callable[[], None]
+    ) -> dict[int, socket.socket]:
+        """A socket for each of the other ranks, whose folders are given; all of them call this.
 
-    Returns a socket per peer. There are none if any rank does not want them, or cannot.
-    """
-    is_wanted = is_wanted and os.environ.get("FXPIPE_SOCKETS") != "0"
-    name, secret = f"\0fxpipe-{secrets.token_hex(8)}", secrets.token_bytes(16)
-    listener = _listen(name) if is_wanted else None
-    with contextlib.ExitStack() as stack:
-        if listener is not None:
-            stack.callback(listener.close)
-        everyone = control.gather(None if listener is None else (_host(), name, secret))
-        if listener is None or None in everyone:
-            return {}
-        here = everyone[control.rank][0]
-        near = [r for r, found in enumerate(everyone) if found[0] == here and r != control.rank]
+        `look` is called now and then and may raise.
+        """
         made: dict[int, socket.socket] = {}
-        for peer in near:
-            if peer > control.rank:
-                _, called, password = everyone[peer]
-                with contextlib.suppress(OSError):
-                    made[peer] = _call(called, password, control.rank)
-        calls = control.gather(sorted(made))
-        _answer(listener, secret, {r for r in near if control.rank in calls[r]}, made)
-    for one in made.values():
-        one.setblocking(False)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
-    return made
+        callers = {f"{folder}/{rank}": peer for peer, folder in folders.items() if peer < rank}
+        try:
+            for peer, folder in folders.items():
+                if peer > rank:
+                    made[peer] = one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    one.bind(f"{self.folder}/{peer}")
+                    one.settimeout(max(deadline.left(), 0.01))
+                    one.connect(f"{folder}/here")
+            self._listener.settimeout(_SLICE)
+            while len(made) < len(folders):
+                try:
+                    one, address = self._listener.accept()
+                except TimeoutError:
+                    look()
+                    if deadline.left() == 0.0:
+                        raise
+                    continue
+                peer = callers.get(address, -1)
+                if peer < 0:
+                    one.close()
+                else:
+                    made[peer] = one
+        except BaseException:
+            _close_all(list(made.values()))
+            raise
+        return made
+
+    def close(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self._listener.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _host() -> str:
-    """What ranks of one host, and no others, have in common."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        return f"{socket.gethostname()} {boot.read().strip()}"
-    return socket.gethostname()
-
-
-def _listen(name: str) -> socket.socket | None:
-    if not sys.platform.startswith("linux"):
-        return None  # only Linux has socket names that leave nothing behind
+def _listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(name)
+        listener.bind(path)
         listener.listen(128)
-    except OSError:
+    except BaseException:
         listener.close()
-        return None
+        raise
     return listener
 
 
-def _call(name: str, secret: bytes, rank: int) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        made.connect(name)
-        made.sendall(secret + _HEADER.pack(rank))
-    except OSError:
-        made.close()
-        raise
-    return made
-
-
-def _answer(
-    listener: socket.socket, secret: bytes, waiting: set[int], made: dict[int, socket.socket]
-) -> None:
-    """Take the calls of the ranks that said they have called, and no others."""
-    listener.settimeout(_PATIENCE)
-    while waiting:
-        one, _ = listener.accept()
-        one.settimeout(_PATIENCE)
-        said = one.recv(len(secret) + _HEADER.size, socket.MSG_WAITALL)
-        is_whole = len(said) == len(secret) + _HEADER.size
-        rank = _HEADER.unpack(said[len(secret) :])[0] if is_whole else -1
-        if said[: len(secret)] != secret or rank not in waiting:
-            one.close()
-            continue
-        waiting.discard(rank)
-        made[rank] = one
+def _short_folder() -> str:
+    """Where temporary folders go; a socket's address has room for about 100 characters."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) < 60 else "/tmp"

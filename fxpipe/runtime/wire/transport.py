@@ -1,35 +1,39 @@
-"""Move tensors between ranks: over a process group, or within one process.
+"""Move tensors between ranks: over a process group of our own, or within one process.
 
-A `Transport` posts sends and receives; neither blocks. `Incoming.wait` blocks
-until the tensors are there. The two ends of a rank pair post the same messages
-in the same order: the program is lowered that way and validated.
+A `Transport` posts sends and receives; neither blocks. `Incoming.wait` blocks until the tensors
+are there, at most until the deadline of the call that was last begun. The two ends of a rank pair
+post the same messages in the same order: the program is lowered that way and validated.
 
-The in-process transport hands tensors over by reference. The process-group
-transport works on any backend; it keeps a sent tensor alive until the send is
-known to be complete, because backends read its memory late.
+The in-process transport hands tensors over by reference. The process-group transport keeps a sent
+tensor alive until the send is known to be complete, because backends read its memory late.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fxpipe.runtime.wire.failure import Deadline
+
 __all__ = [
+    "GroupTransport",
     "Incoming",
     "LocalChannels",
     "LocalTransport",
-    "ProcessGroupTransport",
     "TensorShape",
     "Transport",
     "TransportError",
 ]
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
+
+_UNUSED_TAG = 2**31 - 1
 
 
 class TransportError(Exception):
@@ -53,6 +57,9 @@ class Incoming(Protocol):
 class Transport(Protocol):
     """What the executor needs from the outside world."""
 
+    def begin(self, deadline: Deadline, number: int) -> None:
+        """A call begins: every message says its number, every wait ends with its deadline."""
+
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Any:
         """Post a message; the handle goes to `release` once the peer has surely read it."""
 
@@ -67,51 +74,36 @@ class Transport(Protocol):
         """Forget what is open with a rank that is gone."""
 
     def abandon(self) -> None:
-        """Forget what is open, after a transfer is known to have failed."""
+        """Forget what is open, after a call has failed."""
+
+    def close(self) -> None:
+        """End all connections; the other ends learn of it. Blocked waits end, in any thread."""
 
 
 class LocalChannels:
-    """The wires between the ranks of one process."""
+    """The wires between the ranks of one process: the n-th receive gets the n-th send."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, int], deque[list[torch.Tensor]]] = {}
-
-    def queue(self, source: int, target: int) -> deque[list[torch.Tensor]]:
-        return self._queues.setdefault((source, target), deque())
+        self.messages: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+        self.sent: Counter[tuple[int, int]] = Counter()
+        self.posted: Counter[tuple[int, int]] = Counter()
 
     def clear(self) -> None:
-        self._queues.clear()
+        self.messages.clear()
+        self.sent.clear()
+        self.posted.clear()
 
 
 class _LocalIncoming:
-    __slots__ = ("_position", "_queue", "peer")
+    __slots__ = ("_channels", "_key", "peer")
 
-    def __init__(self, queue: _Ordered, peer: int) -> None:
-        self.peer = peer
-        self._queue = queue
-        self._position = queue.posted
-        queue.posted += 1
+    def __init__(self, channels: LocalChannels, key: tuple[int, int, int]) -> None:
+        self._channels = channels
+        self._key = key
+        self.peer = key[0]
 
     def wait(self) -> list[torch.Tensor]:
-        return self._queue.take(self._position)
-
-
-class _Ordered:
-    """Matches the n-th receive with the n-th send although reads come in any order."""
-
-    __slots__ = ("_arrived", "_next", "_queue", "posted")
-
-    def __init__(self, queue: deque[list[torch.Tensor]]) -> None:
-        self._queue = queue
-        self._arrived: dict[int, list[torch.Tensor]] = {}
-        self._next = 0
-        self.posted = 0
-
-    def take(self, position: int) -> list[torch.Tensor]:
-        while position not in self._arrived:
-            self._arrived[self._next] = self._queue.popleft()
-            self._next += 1
-        return self._arrived.pop(position)
+        return self._channels.messages.pop(self._key)
 
 
 class LocalTransport:
@@ -120,29 +112,34 @@ class LocalTransport:
     def __init__(self, rank: int, channels: LocalChannels) -> None:
         self._rank = rank
         self._channels = channels
-        self._ordered: dict[int, _Ordered] = {}
+
+    def begin(self, deadline: Deadline, number: int) -> None:
+        del deadline, number
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._channels.queue(self._rank, peer).append(list(tensors))
+        pair = (self._rank, peer)
+        self._channels.messages[*pair, self._channels.sent[pair]] = list(tensors)
+        self._channels.sent[pair] += 1
 
     def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming:
         del shapes, device
-        ordered = self._ordered.get(peer)
-        if ordered is None:
-            ordered = self._ordered[peer] = _Ordered(self._channels.queue(peer, self._rank))
-        return _LocalIncoming(ordered, peer)
+        pair = (peer, self._rank)
+        self._channels.posted[pair] += 1
+        return _LocalIncoming(self._channels, (*pair, self._channels.posted[pair] - 1))
 
     def release(self, handle: Any) -> None:
         del handle
 
-    def finish(self) -> None:
-        self._ordered.clear()
+    def finish(self) -> None: ...
 
     def forget(self, peer: int) -> None:
-        self._ordered.pop(peer, None)
+        del peer
 
     def abandon(self) -> None:
-        self._ordered.clear()
+        self._channels.clear()
+
+    def close(self) -> None:
+        self._channels.clear()
 
 
 class _GroupIncoming:
@@ -150,7 +147,7 @@ class _GroupIncoming:
 
     def __init__(
         self,
-        transport: ProcessGroupTransport,
+        transport: GroupTransport,
         peer: int,
         tensors: list[torch.Tensor],
         works: list[dist.Work],
@@ -175,38 +172,47 @@ class _Outgoing:
         self.works = works
 
 
-class ProcessGroupTransport:
-    """Point-to-point messages over a torch process group. Peers are group ranks."""
+class GroupTransport:
+    """Point-to-point messages over a group that nobody else uses. Peers are group ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
-        self._timeout = datetime.timedelta(seconds=timeout)
+        self._deadline = Deadline(0.0)
+        self._tag = 0
         self._open: set[_Outgoing] = set()
+
+    def begin(self, deadline: Deadline, number: int) -> None:
+        self._deadline = deadline
+        self._tag = number % _UNUSED_TAG
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> _Outgoing:
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-        try:
-            works = [self._group.send([_bits(t)], peer, 0) for t in dense]
-        except RuntimeError as error:
-            raise TransportError(peer, str(error), timed_out=False) from error
+        works = self._post(self._group.send, peer, dense)
         outgoing = _Outgoing(peer, dense, works)
         self._open.add(outgoing)
         return outgoing
 
     def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming:
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        try:
-            works = [self._group.recv([_bits(t)], peer, 0) for t in tensors]
-        except RuntimeError as error:
-            raise TransportError(peer, str(error), timed_out=False) from error
+        works = self._post(self._group.recv, peer, tensors)
         return _GroupIncoming(self, peer, tensors, works)
 
-    def complete(self, work: dist.Work, peer: int) -> None:
+    def _post(self, post: Any, peer: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         try:
-            work.wait(self._timeout)
+            return [post([_bytes(t)], peer, self._tag) for t in tensors]
         except RuntimeError as error:
-            text = str(error)
-            raise TransportError(peer, text, timed_out="imed out" in text) from error
+            if any(word in str(error) for word in ("onnection", "clos", "roken", "imed out")):
+                raise TransportError(peer, str(error), timed_out=False) from error
+            raise
+
+    def complete(self, work: dist.Work, peer: int) -> None:
+        left = self._deadline.left()
+        try:
+            work.wait(datetime.timedelta(seconds=max(left, 0.01)))
+        except RuntimeError as error:
+            # Backends word it differently; the clock does not.
+            timed_out = left > 0 and self._deadline.left() == 0.0
+            raise TransportError(peer, str(error), timed_out=timed_out) from error
 
     def release(self, handle: _Outgoing) -> None:
         if handle in self._open:
@@ -224,6 +230,20 @@ class ProcessGroupTransport:
     def abandon(self) -> None:
         self._open.clear()
 
+    def close(self) -> None:
+        self._open.clear()
+        if not isinstance(self._group, dist.ProcessGroupGloo):
+            with contextlib.suppress(Exception):
+                self._group.abort()
+            return
+        # gloo wakes nobody on abort; a wait that times out closes every connection of its group.
+        with contextlib.suppress(RuntimeError):
+            group: Any = self._group
+            peer = (group.rank() + 1) % group.size()
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            work = group.recv([nothing], peer, _UNUSED_TAG)
+            work.wait(datetime.timedelta(milliseconds=1))
+
     def warm_up(self, peers: Sequence[int], rank: int, device: torch.device) -> None:
         """Exchange one byte with each peer, in the order given, the same on all ranks.
 
@@ -232,14 +252,11 @@ class ProcessGroupTransport:
         """
         for peer in peers:
             token = torch.zeros(1, dtype=torch.uint8, device=device)
-            if rank < peer:
-                self._group.send([token], peer, 0).wait()
-                self._group.recv([token], peer, 0).wait()
-            else:
-                self._group.recv([token], peer, 0).wait()
-                self._group.send([token], peer, 0).wait()
+            posts = (self._group.send, self._group.recv)
+            for post in posts if rank < peer else reversed(posts):
+                self.complete(post([token], peer, self._tag), peer)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends know few dtypes; complex travels as its real view.
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # Backends know few dtypes; all of them know bytes.
+    return tensor.reshape(-1).view(torch.uint8)

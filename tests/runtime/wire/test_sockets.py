@@ -1,16 +1,18 @@
 """Small messages between ranks of one host: complete, in order, and never silent."""
 
 import gc
+import os
 import socket
+import stat
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from fxpipe.runtime.wire.sockets import LARGEST, HostTransport, connect
+from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.runtime.wire.sockets import LARGEST, HostTransport, Listener
 from fxpipe.runtime.wire.transport import TransportError
 
 CPU = torch.device("cpu")
@@ -21,6 +23,8 @@ class Group:
 
     def __init__(self) -> None:
         self.carried: list[str] = []
+
+    def begin(self, deadline: Any, number: int) -> None: ...
 
     def send(self, peer: int, tensors: Any) -> str:
         self.carried.append(f"send to {peer}")
@@ -36,16 +40,19 @@ class Group:
 
     def abandon(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def pair(timeout: float = 20.0, gave_up: Any = lambda: False) -> tuple[Any, Any]:
     """Two transports, rank 0's and rank 1's, joined by a socket."""
     ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return (
-        HostTransport(Group(), {1: ends[0]}, timeout, gave_up),
-        HostTransport(Group(), {0: ends[1]}, timeout, gave_up),
+    both = (
+        HostTransport(Group(), {1: ends[0]}, gave_up),
+        HostTransport(Group(), {0: ends[1]}, gave_up),
     )
+    for one in both:
+        one.begin(Deadline(timeout), 7)
+    return both
 
 
 def shapes(*tensors: torch.Tensor) -> list[Any]:
@@ -62,6 +69,7 @@ def shapes(*tensors: torch.Tensor) -> list[Any]:
         [torch.empty(0, 3), torch.randn(1)],
         [torch.empty(0)],
         [],
+        [torch.full((3,), float(i)) for i in range(2500)],  # more than the system takes at once
     ],
 )
 def test_tensors_arrive_as_they_were_sent(tensors):
@@ -124,7 +132,7 @@ def test_large_messages_and_other_peers_use_the_group():
 def test_a_lost_peer_is_known_at_once():
     first, second = pair()
     incoming = first.recv(1, shapes(torch.ones(2)), CPU)
-    second.abandon()
+    second.close()
     with pytest.raises(TransportError, match="closed") as caught:
         incoming.wait()
     assert caught.value.peer == 1
@@ -137,10 +145,10 @@ def test_a_lost_peer_is_known_at_once():
 
 def test_a_peer_that_is_lost_in_the_middle_of_a_message():
     ends = socket.socketpair()
-    ends[0].setblocking(False)
-    first = HostTransport(Group(), {1: ends[0]}, 20.0, lambda: False)
+    first = HostTransport(Group(), {1: ends[0]}, lambda: False)
+    first.begin(Deadline(20.0), 0)
     incoming = first.recv(1, shapes(torch.ones(100)), CPU)
-    ends[1].send(b"\x90\x01\x00\x00" + b"x" * 10)
+    ends[1].send(b"\x90\x01\x00\x00\0\0\0\0" + b"x" * 10)
     ends[1].close()
     with pytest.raises(TransportError, match="closed"):
         incoming.wait()
@@ -173,13 +181,21 @@ def test_a_writer_that_nobody_reads_from_ends_with_the_timeout():
 def test_a_message_of_another_size_is_refused():
     first, second = pair()
     first.send(1, [torch.zeros(3)])
-    with pytest.raises(TransportError, match="12 bytes came where 20 were agreed"):
+    with pytest.raises(TransportError, match="12 bytes of call 7 came where 20 bytes of call 7"):
         second.recv(0, shapes(torch.zeros(5)), CPU).wait()
+
+
+def test_a_message_of_another_call_is_refused():
+    first, second = pair()
+    first.send(1, [torch.zeros(3)])
+    second.begin(Deadline(20.0), 8)
+    with pytest.raises(TransportError, match="of call 7 came where 12 bytes of call 8"):
+        second.recv(0, shapes(torch.zeros(3)), CPU).wait()
 
 
 def test_sockets_are_closed_with_their_transport():
     ends = socket.socketpair()
-    first = HostTransport(Group(), {1: ends[0]}, 1.0, lambda: False)
+    first = HostTransport(Group(), {1: ends[0]}, lambda: False)
     del first
     gc.collect()
     assert ends[0].fileno() == -1
@@ -187,98 +203,68 @@ def test_sockets_are_closed_with_their_transport():
     ends[1].close()
 
 
-class Meeting:
-    """Stands for the agreement of ranks that are threads here."""
+def connected(size: int, called: Any = lambda folder: None) -> list[dict[int, socket.socket]]:
+    """What ranks that are threads here get when all of them connect."""
+    listeners = [Listener() for _ in range(size)]
+    folders = {rank: one.folder for rank, one in enumerate(listeners)}
+    for folder in folders.values():
+        called(folder)
 
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._said: list[Any] = [None] * size
+    def body(rank: int) -> dict[int, socket.socket]:
+        others = {peer: folder for peer, folder in folders.items() if peer != rank}
+        return listeners[rank].connect(rank, others, Deadline(20.0), lambda: None)
 
-    def control(self, rank: int) -> Any:
-        meeting = self
-
-        class Control:
-            def __init__(self) -> None:
-                self.rank = rank
-
-            def gather(self, value: Any) -> list[Any]:
-                meeting._said[rank] = value
-                meeting._barrier.wait()
-                said = list(meeting._said)
-                meeting._barrier.wait()
-                return said
-
-        return Control()
-
-
-def connected(size: int, wanted: Any = lambda rank: True) -> list[dict[int, socket.socket]]:
-    meeting = Meeting(size)
     with ThreadPoolExecutor(size) as pool:
-        return list(
-            pool.map(lambda r: connect(meeting.control(r), is_wanted=wanted(r)), range(size))
-        )
+        found = list(pool.map(body, range(size)))
+    for listener in listeners:
+        listener.close()
+    assert not any(map(os.path.exists, folders.values()))
+    return found
 
 
-def test_every_two_ranks_of_a_host_get_a_socket_of_their_own():
-    found = connected(4)
+def check_and_close(found: list[dict[int, socket.socket]]) -> None:
     for rank, made in enumerate(found):
-        assert sorted(made) == [peer for peer in range(4) if peer != rank]
+        assert sorted(made) == [peer for peer in range(len(found)) if peer != rank]
         for peer, one in made.items():
+            one.setblocking(True)
             one.send(f"{rank}->{peer}".encode())
     for rank, made in enumerate(found):
         for peer, one in made.items():
-            deadline = time.monotonic() + 10
-            said = b""
-            while not said and time.monotonic() < deadline:
-                try:
-                    said = one.recv(100)
-                except BlockingIOError:
-                    time.sleep(0.01)
-            assert said.decode() == f"{peer}->{rank}"
-    for made in found:
-        for one in made.values():
+            assert one.recv(100).decode() == f"{peer}->{rank}"
             one.close()
 
 
-def test_no_rank_gets_sockets_unless_all_want_them():
-    assert connected(3, lambda rank: rank != 1) == [{}, {}, {}]
+def test_every_two_ranks_of_a_host_get_a_socket_of_their_own():
+    check_and_close(connected(4))
 
 
-def test_ranks_of_other_hosts_get_none(monkeypatch):
-    names = iter(("a", "b"))
-    lock = threading.Lock()
+def test_nobody_else_can_reach_the_sockets():
+    listener = Listener()
 
-    def host() -> str:
-        with lock:
-            return next(names)
-
-    monkeypatch.setattr("fxpipe.runtime.wire.sockets._host", host)
-    assert connected(2) == [{}, {}]
+    assert stat.S_IMODE(os.stat(listener.folder).st_mode) == 0o700
+    listener.close()
 
 
-def test_the_environment_switches_sockets_off(monkeypatch):
-    monkeypatch.setenv("FXPIPE_SOCKETS", "0")
-    assert connected(2) == [{}, {}]
-
-
-def test_a_stranger_who_calls_is_sent_away(monkeypatch):
-    import fxpipe.runtime.wire.sockets as sockets
-
-    listen = sockets._listen
+def test_strangers_of_the_same_user_are_sent_away_and_waited_for_by_nobody():
     strangers = []
 
-    def overheard(name: str) -> Any:
-        made = listen(name)
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stranger.connect(name)
-        stranger.sendall(b"?" * 16 + b"\0\0\0\0")
-        strangers.append(stranger)
-        return made
+    def call(folder: str) -> None:
+        for _ in range(20):  # silent ones
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.connect(f"{folder}/here")
+            strangers.append(stranger)
 
-    monkeypatch.setattr(sockets, "_listen", overheard)
-    found = connected(2)
-    found[0][1].send(b"hello")
-    time.sleep(0.05)
-    assert found[1][0].recv(10) == b"hello"
-    for one in (*strangers, found[0][1], found[1][0]):
+    check_and_close(connected(2, call))
+    for one in strangers:
         one.close()
+
+
+def test_a_rank_that_does_not_call_is_waited_for_until_the_deadline():
+    listener = Listener()
+    looked = []
+
+    with pytest.raises(TimeoutError):
+        listener.connect(1, {0: "/nowhere"}, Deadline(0.3), lambda: looked.append(1))
+
+    assert looked
+    listener.close()

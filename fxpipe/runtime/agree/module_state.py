@@ -1,0 +1,72 @@
+"""Notice that a module is not what it was when something was remembered about it.
+
+Plans remember parameters, modes and shapes. Users replace and change modules between steps:
+`load_state_dict(assign=True)`, `stage.submod = ...`, `train()`, freezing, casting, hooks. So the
+key of a plan has everything of a module that a plan depends on; objects are compared by identity.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.runtime.stage.stage_kind import Stage
+
+__all__ = ["ModuleState", "surroundings"]
+
+
+class ModuleState:
+    """The modules of this process's stages. `epoch` counts how often objects were replaced."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = stages
+        self._objects: list[Any] = []
+        self.epoch = 0
+
+    def key(self) -> tuple[Any, ...]:
+        """Equal for two states that a plan need not tell apart."""
+        objects: list[Any] = []
+        flags: list[Any] = []
+        seen: set[int] = set()
+        for stage in self._stages:
+            objects.append(stage.dw_builder)
+            _collect(stage.submod, objects, flags, seen)
+        same = len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects))
+        if not same:
+            self._objects = objects  # kept alive: no other object can get the same address
+            self.epoch += 1
+        return (self.epoch, *flags)
+
+
+def _collect(module: nn.Module, objects: list[Any], flags: list[Any], seen: set[int]) -> None:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    objects.append(module)
+    flags.append(module.training)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    flags.extend(tuple(some) for some in hooks if some)
+    for p in module._parameters.values():
+        if p is not None:
+            objects.append(p)
+            flags += (p.requires_grad, p.dtype, p.shape)
+    for b in module._buffers.values():
+        if b is not None:
+            flags += (b.dtype, b.shape)
+    for child in module._modules.values():
+        if child is not None:
+            _collect(child, objects, flags, seen)
+
+
+def surroundings(device_types: Sequence[str]) -> tuple[Any, ...]:
+    """Settings outside of modules that what they compute depends on."""
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in device_types
+        if torch.is_autocast_enabled(kind)
+    ]
+    return (*autocast, torch.get_default_dtype(), torch.is_inference_mode_enabled())

@@ -1,0 +1,76 @@
+"""Take back what a failed step has done to gradients and buffers.
+
+Gradients that were there before are copied, if there are any: a failed backward cannot be undone
+by computing. Buffers are copied if steps have been seen to change them (BatchNorm's statistics);
+at the first step all are. A buffer that changes for the first time in a step that fails is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+__all__ = ["ChangingBuffers", "Rollback"]
+
+
+class ChangingBuffers:
+    """Which buffers steps change; remembered from step to step."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.names: set[str] = set()
+
+
+class Rollback:
+    """The gradients and buffers of some modules as they are now."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        modules: Iterable[tuple[str, nn.Module]],
+        changing: ChangingBuffers,
+    ) -> None:
+        self._changing = changing
+        self._grads: list[tuple[nn.Parameter, torch.Tensor | None, torch.Tensor | None]] = []
+        for p in parameters:
+            grad = p.grad
+            self._grads.append((p, grad, None if grad is None else grad.detach().clone()))
+        self._buffers: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
+        seen: set[int] = set()
+        for prefix, module in modules:
+            for name, buffer in module.named_buffers(prefix):
+                if id(buffer) in seen or buffer.is_inference():
+                    continue
+                seen.add(id(buffer))
+                keep = not changing.is_known or name in changing.names
+                copy = buffer.detach().clone() if keep and not buffer.is_meta else None
+                self._buffers.append((name, buffer, buffer._version, copy))
+
+    def commit(self) -> None:
+        """The step succeeded: remember which buffers it changed."""
+        for name, buffer, version, _ in self._buffers:
+            if buffer._version != version:
+                self._changing.names.add(name)
+        self._changing.is_known = True
+        self._grads, self._buffers = [], []
+
+    def undo(self) -> list[str]:
+        """Put everything back; names of buffers that cannot be."""
+        lost = []
+        with torch.no_grad():
+            for p, grad, copy in self._grads:
+                if grad is not None and copy is not None:
+                    grad.copy_(copy)
+                p.grad = grad
+            for name, buffer, version, before in self._buffers:
+                if buffer._version == version:
+                    continue
+                if before is None:
+                    lost.append(name)
+                else:
+                    buffer.copy_(before)
+                self._changing.names.add(name)
+        self._grads, self._buffers = [], []
+        return lost

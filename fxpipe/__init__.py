@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.logs import configure_from_environment
+from fxpipe.program.generators.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpipe.errors import (
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
         PipelineScheduleSingle,
         Schedule1F1B,
         ScheduleDualPipeV,
-        ScheduleDualPipeVPaired,
+        ScheduleDualPipeVDown,
         ScheduleFromProgram,
         ScheduleGPipe,
         ScheduleInterleaved1F1B,
@@ -90,10 +91,8 @@ _HOMES = {
     "runtime.checkpoint": "load_checkpoint save_checkpoint",
     "runtime.stage.loss": "aux_loss collect_aux_losses",
     "runtime.wire.local_group": "LocalGroup",
-    "schedules": "PipelineScheduleMulti PipelineScheduleSingle Schedule1F1B ScheduleDualPipeV "
-    "ScheduleDualPipeVPaired ScheduleFromProgram ScheduleGPipe ScheduleInterleaved1F1B "
-    "ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleVHalf ScheduleVMin ScheduleWave "
-    "ScheduleZBH1 ScheduleZBH2 ScheduleZBVZeroBubble get_schedule_class",
+    "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
+    "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),
     "stage": "PipelineStage build_stage",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -134,7 +133,7 @@ __all__ = [
     "Replicate",
     "Schedule1F1B",
     "ScheduleDualPipeV",
-    "ScheduleDualPipeVPaired",
+    "ScheduleDualPipeVDown",
     "ScheduleError",
     "ScheduleFromProgram",
     "ScheduleGPipe",
@@ -168,3 +167,4 @@ __all__ = [
     "save_checkpoint",
     "split_args_kwargs_into_chunks",
 ]
+__all__ += [name for name in _HOME_OF if name not in __all__]

@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.program import Action, Kind, Program, Timeline, validate
-from fxpipe.program.generators import get_schedule
+from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
 from fxpipe.runtime.agree.arguments import (
     TiedStages,
     action_kind,
@@ -47,21 +47,9 @@ __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleDualPipeVPaired",
     "ScheduleFromProgram",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleWave",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBVZeroBubble",
     "get_schedule_class",
+    *(f"Schedule{info.name}" for info in SCHEDULES.values() if info.trains),
 ]
 
 
@@ -253,92 +241,132 @@ class Schedule:
 
 
 class PipelineScheduleSingle(Schedule):
-    """Schedules with one stage per rank."""
+    """Schedules with one stage per rank; see `Schedule` for the arguments."""
 
-    def __init__(self, stage: PipelineStage | Sequence[PipelineStage], *args: Any, **kwargs: Any):
-        super().__init__(stage, *args, **kwargs)
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        **options: Any,
+    ) -> None:
+        chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stage, n_microbatches, loss_fn, *chunking, scale_grads, **options)
 
 
 class PipelineScheduleMulti(Schedule):
-    """Schedules with several stages per rank."""
+    """Schedules with several stages per rank; see `Schedule` for the arguments.
+
+    A class of your own sets `self.pipeline_order` to one list of actions per rank, as
+    `{rank: [action, None, ...]}`, before or after this constructor: see `pipeline_order`.
+    `use_full_backward` and `backward_requires_autograd` mean nothing here.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        **options: Any,
+    ) -> None:
+        chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(stages, n_microbatches, loss_fn, *chunking, scale_grads, **options)
 
 
-class ScheduleGPipe(PipelineScheduleSingle):
-    """All forwards, then all backwards."""
-
-    schedule_name = "GPipe"
-
-
-class Schedule1F1B(PipelineScheduleSingle):
-    """After a warm-up, one forward and one backward in turn."""
-
-    schedule_name = "1F1B"
-
-
-class ScheduleZBH1(PipelineScheduleSingle):
-    """1F1B whose weight gradients fill the waiting; the memory of 1F1B."""
-
-    schedule_name = "ZBH1"
-
-
-class ScheduleZBH2(PipelineScheduleSingle):
-    """No waiting between the first and the last action of a rank; twice the memory."""
-
-    schedule_name = "ZBH2"
+class _NamedMulti(PipelineScheduleMulti):
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        if defer_pp_recv:
+            options.setdefault("receives", "late")
+        chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        super().__init__(
+            stages, n_microbatches, loss_fn, *chunking, scale_grads=scale_grads, **options
+        )
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
-    """1F1B over several stages per rank."""
-
-    schedule_name = "Interleaved1F1B"
-
-
-class ScheduleLoopedBFS(PipelineScheduleMulti):
+class ScheduleLoopedBFS(_NamedMulti):
     """All microbatches through one stage of a rank before the next."""
 
     schedule_name = "LoopedBFS"
 
-
-class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
-    """Interleaved 1F1B whose weight gradients fill the waiting (ZB1P)."""
-
-    schedule_name = "InterleavedZeroBubble"
-
-
-class ScheduleZBVZeroBubble(PipelineScheduleMulti):
-    """Two stages per rank in a V, no waiting at equal costs (ZB-V)."""
-
-    schedule_name = "ZBVZeroBubble"
-
-
-class ScheduleDualPipeV(PipelineScheduleMulti):
-    """Two stages per rank in a V, forwards paired with backwards."""
-
-    schedule_name = "DualPipeV"
-
-
-class ScheduleDualPipeVPaired(PipelineScheduleMulti):
-    """DualPipeV in which every forward that can be is paired with a whole backward."""
-
-    schedule_name = "DualPipeVPaired"
+    # torch gives this one alone no chunk specs by position.
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        merging = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
+        super().__init__(
+            stages, n_microbatches, loss_fn, defer_pp_recv=defer_pp_recv, **merging, **options
+        )
 
 
-class ScheduleVHalf(PipelineScheduleMulti):
-    """Two stages per rank in a V, half the activation memory of 1F1B."""
-
-    schedule_name = "VHalf"
-
-
-class ScheduleVMin(PipelineScheduleMulti):
-    """Two stages per rank in a V, a third of the activation memory of 1F1B."""
-
-    schedule_name = "VMin"
+def _class_of(info: ScheduleInfo) -> type[Schedule]:
+    """The class of a schedule in the registry: its own if it has one, else one made for it."""
+    name = f"Schedule{info.name}"
+    base = PipelineScheduleSingle if info.stages_per_rank == (1, 1) else _NamedMulti
+    doc = f"{info.description}\n\n    {info.when_to_use}\n    "
+    fields = {"schedule_name": info.name, "__doc__": doc, "__module__": __name__}
+    return globals().get(name) or type(name, (base,), fields)
 
 
-class ScheduleWave(PipelineScheduleMulti):
-    """Several stages per rank, down the ranks and up again."""
+_CLASSES = {info.name: _class_of(info) for info in SCHEDULES.values() if info.trains}
 
-    schedule_name = "Wave"
+if TYPE_CHECKING:  # so that type checkers know the names, too
+
+    class ScheduleGPipe(PipelineScheduleSingle): ...
+
+    class Schedule1F1B(PipelineScheduleSingle): ...
+
+    class ScheduleZBH1(PipelineScheduleSingle): ...
+
+    class ScheduleZBH2(PipelineScheduleSingle): ...
+
+    class ScheduleInterleaved1F1B(_NamedMulti): ...
+
+    class ScheduleInterleavedZeroBubble(_NamedMulti): ...
+
+    class ScheduleZBVZeroBubble(_NamedMulti): ...
+
+    class ScheduleDualPipeV(_NamedMulti): ...
+
+    class ScheduleDualPipeVDown(_NamedMulti): ...
+
+    class ScheduleVHalf(_NamedMulti): ...
+
+    class ScheduleVMin(_NamedMulti): ...
+
+    class ScheduleWave(_NamedMulti): ...
+
+else:
+    globals().update({made.__name__: made for made in _CLASSES.values()})
 
 
 class ScheduleFromProgram(Schedule):
@@ -381,14 +409,14 @@ def get_schedule_class(schedule_name: str) -> type[Schedule]:
     Raises:
         ScheduleError: a ValueError that lists the known names.
     """
-    classes = {cls.__name__.removeprefix("Schedule"): cls for cls in _classes(Schedule)}
-    by_name = {name.lower(): cls for name, cls in classes.items() if cls.__name__ != "Schedule"}
-    found = by_name.get(schedule_name.lower().removeprefix("schedule"))
-    if found is not None:
-        return found
-    name = get_schedule(schedule_name).name
-    return next(cls for cls in classes.values() if cls.schedule_name == name)
-
-
-def _classes(cls: type[Schedule]) -> list[type[Schedule]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in _classes(child))]
+    plain = str(schedule_name).lower().removeprefix("schedule")
+    for other in (PipelineScheduleSingle, PipelineScheduleMulti, ScheduleFromProgram):
+        if other.__name__.lower().removeprefix("schedule") == plain:
+            return other
+    info = get_schedule(schedule_name)
+    if not info.trains:
+        raise ScheduleError(
+            f"{info.name} has no class of its own: every schedule does this in eval(). "
+            f"Classes: {', '.join(_CLASSES)}"
+        )
+    return _CLASSES[info.name]

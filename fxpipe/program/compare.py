@@ -120,15 +120,14 @@ def compare(
     """
     rows: list[Compared] = []
     refused: list[str] = []
-    infos = SCHEDULES.values() if schedules is None else map(get_schedule, schedules)
+    trained = [info for info in SCHEDULES.values() if info.trains]
+    infos = trained if schedules is None else map(get_schedule, schedules)
     for info in infos:
         for per_rank in stages_per_rank:
             try:
                 program = info(num_ranks, num_ranks * per_rank, num_microbatches)
             except ScheduleError as error:
                 refused.append(f"{info.name} with {per_rank} stages per rank: {error}")
-                continue
-            if schedules is None and not _trains(program):
                 continue
             model, graph = costs(program.placement), edges(program.num_stages)
             lowered = lower(program, graph, costs=model)
@@ -138,15 +137,6 @@ def compare(
         raise ScheduleError("no schedule is defined for this:\n  " + "\n  ".join(refused))
     rows.sort(key=lambda row: (not row.fits, row.makespan, row.peak_memory, row.num_messages))
     return Comparison(num_ranks, num_microbatches, memory_limit, tuple(rows))
-
-
-def _trains(program: Program) -> bool:
-    return any(
-        part.kind.is_backward
-        for actions in program.ranks
-        for action in actions
-        for part in action.parts or (action,)
-    )
 
 
 def _row(

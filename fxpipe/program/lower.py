@@ -34,13 +34,14 @@ from typing import Literal, get_args
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import COMPUTE_KINDS, Action, Edges, Kind, recv_of, send_of, writes
 from fxpipe.program.check.faults import report
-from fxpipe.program.check.validate import check_contents, validate
+from fxpipe.program.check.validate import check_contents, find_faults, validate
 from fxpipe.program.costs import Costs
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.program.play.collector import collector_paused
 from fxpipe.program.play.engine import cost_times
 from fxpipe.program.play.numbering import Numbering
+from fxpipe.program.play.queues import Streams
 from fxpipe.program.play.walk import check_edges, visit
 from fxpipe.program.program import Program
 
@@ -59,6 +60,7 @@ def lower(
     reduce_grad: bool = False,
     max_unsharded: int | None = None,
     costs: Costs | None = None,
+    streams: Streams | None = None,
 ) -> Program:
     """Add all that a program needs to run on several ranks.
 
@@ -69,7 +71,7 @@ def lower(
         receives: where receives stand. "early": as soon as the sender sends, so that the
             message finds its receiver ready. "late": just before the reader or the
             next message of the same pair of ranks, so that a buffer is held for
-            less time. "latest": later still, for one communicator per direction only.
+            less time. "latest": later still, for one communicator per direction.
         fuse: let `fuse_backward` join halves of backwards first.
         keep_input_backward: stages whose model inputs need a gradient; see `fuse_backward`.
         reduce_grad: add REDUCE_GRAD after each stage's last weight gradient.
@@ -79,10 +81,14 @@ def lower(
         costs: order messages by these durations instead of F=I=W=1. On one
             communicator per pair of ranks a message waits for those before it, so
             the order should be that in which they really become ready.
+        streams: which messages of a rank share a queue where the program will run (see
+            `validate`). "early" suits all; by default "late" is for a queue per pair of
+            ranks and "latest" for one per direction.
 
     Raises:
-        ScheduleError: the program is not valid, is lowered already, or a pair needs more
-            stages at once than `max_unsharded`.
+        ScheduleError: the program is not valid, is lowered already, a pair needs more
+            stages at once than `max_unsharded`, or ranks would wait for each other with these
+            `receives` on these `streams`.
     """
     edges = check_edges(program, edges)
     if max_unsharded is not None and max_unsharded < 1:
@@ -107,8 +113,25 @@ def lower(
                 for rank, actions in enumerate(ranks)
             ]
         lowered = Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
-        validate(lowered, edges, streams="direction" if receives == "latest" else "pair")
+        _check_streams(lowered, edges, receives, streams)
     return lowered
+
+
+def _check_streams(
+    lowered: Program, edges: Edges, receives: Receives, streams: Streams | None
+) -> None:
+    faults = find_faults(
+        lowered, edges, streams=streams or ("direction" if receives == "latest" else "pair")
+    )
+    if not faults:
+        return
+    found = report(lowered.name, faults)
+    if receives == "early":
+        raise ScheduleError(found)
+    raise ScheduleError(
+        f"receives={receives!r} does not suit communicators with one queue per {streams}: ranks "
+        f"would wait for each other; use receives='early'. {found}"
+    )
 
 
 def _fused_and_ordered(

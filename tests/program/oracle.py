@@ -25,8 +25,11 @@ def finishes(program: Program, edges: Edges, streams: str) -> bool:
         ends = (rank_of[value.stage], rank_of[value.peer])
         return (min(ends), max(ends)) if streams == "pair" else ends
 
+    def key(rank: int, value: Value) -> tuple[tuple[int, int], int]:
+        return (stream_of(value) if streams != "rank" else (-1, -1), rank)
+
     def post(rank: int, half: str, value: Value) -> None:
-        queues.setdefault((stream_of(value), rank), deque()).append((half, value))
+        queues.setdefault(key(rank, value), deque()).append((half, value))
 
     def step(rank: int) -> bool:
         if at[rank] == len(program.ranks[rank]):
@@ -47,11 +50,14 @@ def finishes(program: Program, edges: Edges, streams: str) -> bool:
         return True
 
     def deliver() -> bool:
-        for (stream, rank), queue in queues.items():
-            other = stream[0] if rank == stream[1] else stream[1]
-            across = queues.get((stream, other))
-            if queue and across and queue[0][1] == across[0][1] and queue[0][0] != across[0][0]:
-                value = queue.popleft()[1]
+        for (_, rank), queue in queues.items():
+            if not queue:
+                continue
+            value = queue[0][1]
+            ends = (rank_of[value.stage], rank_of[value.peer])
+            across = queues.get(key(ends[0] if rank == ends[1] else ends[1], value))
+            if across and value == across[0][1] and queue[0][0] != across[0][0]:
+                queue.popleft()
                 across.popleft()
                 have[rank_of[value.peer]].add(value)
                 return True

@@ -113,7 +113,7 @@ def named_starts(program: Program) -> list[Program]:
     ranks, stages = program.num_ranks, program.num_stages
     found = []
     for info in SCHEDULES.values():
-        if info.name == "ForwardOnly" or stages % ranks or not info.allows(stages // ranks):
+        if not info.trains or stages % ranks or not info.allows(stages // ranks):
             continue
         if info.placement(ranks, stages) == program.placement:
             found.append(info(ranks, stages, program.num_microbatches))

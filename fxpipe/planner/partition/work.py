@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from fxpipe.errors import PlanError
-from fxpipe.program import Action, Kind, Link, Placement, Program
+from fxpipe.program import Link, Placement, Program
 from fxpipe.program.costs import FREE
+from fxpipe.program.memory import kept_at_ends
 
 __all__ = ["Flow", "Item", "Limits", "Shared", "Work", "in_flight"]
 
@@ -164,27 +165,21 @@ def in_flight(program: Program) -> tuple[tuple[tuple[int, ...], ...], ...]:
     A stage holds a microbatch from its forward to its (weight) backward. Moments in which
     another one holds at least as much of every stage are left out.
     """
+    kept = kept_at_ends(lambda kind, stage: 1.0, program.num_stages)
     result = []
     for rank, actions in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
         slot = {stage: i for i, stage in enumerate(stages)}
         held = [0] * len(stages)
         moments: set[tuple[int, ...]] = set()
-        for action in actions:
-            for part in action.parts or (action,):
-                _count(part, held, slot, moments)
+        for part in (part for action in actions for part in action.parts or (action,)):
+            at_start, at_end = kept(part)
+            held[slot[part.stage]] += round(at_start)
+            if at_start:
+                moments.add(tuple(held))
+            held[slot[part.stage]] += round(at_end)
         result.append(tuple(sorted(_greatest(moments or {tuple(held)}))))
     return tuple(result)
-
-
-def _count(
-    action: Action, held: list[int], slot: Mapping[int, int], moments: set[tuple[int, ...]]
-) -> None:
-    if action.kind is Kind.FORWARD:
-        held[slot[action.stage]] += 1
-        moments.add(tuple(held))
-    elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-        held[slot[action.stage]] -= 1
 
 
 def _greatest(moments: set[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -32,8 +32,10 @@ from fxpipe.program import (
     Span,
     StageCost,
     StageCosts,
+    ValueKind,
     simulate,
 )
+from fxpipe.program.memory import kept_at_ends
 
 __all__ = ["Memory", "Prediction", "edges_of", "predict", "rank_memory", "stage_costs"]
 
@@ -80,8 +82,8 @@ class Prediction:
 def edges_of(num_stages: int, edge_bytes: EdgeBytes) -> Edges:
     """The graph of stages; stages that exchange nothing keep their order all the same."""
     edges = {pair: back > 0 for pair, (_, back) in edge_bytes.items()}
-    for stage in range(num_stages - 1):
-        edges.setdefault((stage, stage + 1), False)
+    for source, target, _ in Edges.chain(num_stages).edges:
+        edges.setdefault((source, target), False)
     return Edges.of(num_stages, [Edge(*pair, back) for pair, back in edges.items()])
 
 
@@ -263,19 +265,18 @@ def _add_held(
 ) -> None:
     """What forwards keep for their backwards, and the buffers of weight gradients."""
     has_backward = any(part.kind is not Kind.FORWARD for part in timed)
+
+    def num_bytes(kind: ValueKind, index: int) -> float:
+        stage = stages[index]
+        if kind is ValueKind.DEFERRED:
+            return stage.deferred
+        return stage.kept + (stage.kept_received if copies else 0.0)
+
+    kept = kept_at_ends(num_bytes, len(stages))
     first_gradient: dict[int, Span] = {}
     for action, span in timed.items():
-        stage = stages[action.stage]
-        held = stage.kept + (stage.kept_received if copies else 0.0)
-        more = 0.0
-        if action.kind is Kind.FORWARD and has_backward:
-            more = held
-        elif action.kind is Kind.BACKWARD:
-            more = -held
-        elif action.kind is Kind.BACKWARD_INPUT:
-            more = stage.deferred - held
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            more = -stage.deferred
+        # Within the action its peak counts, so that all shows at its end.
+        more = sum(kept(action)) if has_backward else 0.0
         if more:
             changes[span.rank].append(_Change(span.end, activations=more))
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):

@@ -43,7 +43,7 @@ def check_progress(
                         FaultKind.READ_BEFORE_WRITE, rank, at, action, f"{message}{place.position}"
                     )
     for rank, actions in enumerate(program.ranks):
-        at = position[rank]
+        at, explained = position[rank], False
         if at == len(actions):
             continue
         for value in reads(actions[at], edges):
@@ -52,7 +52,7 @@ def check_progress(
                 send = send_of(value)
                 place = Step(place.rank, program.ranks[place.rank].index(send), send)
             if place.rank != rank and place.position >= position[place.rank]:
-                stop = position[place.rank]
+                stop, explained = position[place.rank], True
                 yield Fault(
                     FaultKind.STALL,
                     rank,
@@ -62,6 +62,9 @@ def check_progress(
                     f"rank {place.rank}, which is itself stuck at position {stop}, "
                     f"{program.ranks[place.rank][stop]}",
                 )
+        if streams == "rank" and not explained:
+            message = "waits for a message that is behind others in the one queue of its rank"
+            yield Fault(FaultKind.STALL, rank, at, actions[at], message)
 
 
 def _where_written(program: Program, edges: Edges) -> tuple[dict[Value, Step], dict[Value, Step]]:

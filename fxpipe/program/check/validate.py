@@ -8,8 +8,8 @@ buffer. Each rank has one thread that takes its actions in order. SEND and RECV
 are posted to a stream and do not block the thread; a compute action blocks until
 all that it reads is there. A stream works in posting order, and a transfer
 completes when its two halves are at the head of the stream at both ends. There
-are two models of streams: one per pair of ranks, shared by both directions, and
-one per direction.
+are three models of streams: one per pair of ranks, shared by both directions, one
+per direction, and one per rank for all its peers.
 
 If both ends of every stream list the same messages in the same order, then a
 transfer is at both heads as soon as its later half is posted: each end has posted
@@ -19,7 +19,12 @@ show that they never wait for each other (`settle`). Where the two ends differ, 
 difference blocks the stream for good, whatever the threads do.
 
 The order within a pair fixes the order within each of its directions, so what
-holds for one stream per pair holds for one per direction too.
+holds for one stream per pair holds for one per direction too. With one stream per
+rank a transfer also waits for messages with other peers, so the threads are run with
+real queues (`Rendezvous`). `lower` with early receives passes there as well: both halves
+of each transfer are added at one moment of one walk, so the messages of every rank are a
+part of one order, and the first message of that order that is not complete is at the head
+of both its queues.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ def validate(program: Program, edges: Edges | None = None, *, streams: Streams =
 
     `streams` is the model of communication that the program must survive:
     "pair" (one communicator per pair of ranks, and therefore also one per
-    direction), or "direction" only.
+    direction), "direction" only, or "rank" (one for all messages of a rank, the
+    hardest).
 
     Raises:
         ScheduleError: with every fault of the first class of faults found:

@@ -2,7 +2,7 @@
 
 from fxpipe.program.generators.breadth_first import gpipe, looped_bfs
 from fxpipe.program.generators.controllable_memory import v_half, v_min
-from fxpipe.program.generators.dualpipe_v import dualpipe_v, dualpipe_v_paired
+from fxpipe.program.generators.dualpipe_v import dualpipe_v, dualpipe_v_down
 from fxpipe.program.generators.forward_only import forward_only, forward_only_on
 from fxpipe.program.generators.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.program.generators.registry import SCHEDULES, ScheduleInfo, get_schedule
@@ -14,7 +14,7 @@ __all__ = [
     "SCHEDULES",
     "ScheduleInfo",
     "dualpipe_v",
-    "dualpipe_v_paired",
+    "dualpipe_v_down",
     "forward_only",
     "forward_only_on",
     "get_schedule",

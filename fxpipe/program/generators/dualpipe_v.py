@@ -7,8 +7,8 @@ between experts. On the way up the same can be done.
 
 A pair hands on both results at its end. Pairs on the way down find their partners
 in time. Pairs on the way up do not, quite: they let each gradient wait for a
-forward on each rank. `dualpipe_v` pairs the way down only, which costs nothing;
-`dualpipe_v_paired` pairs both ways, as first published, which pays when a pair is
+forward on each rank. `dualpipe_v_down` pairs the way down only, which costs nothing;
+`dualpipe_v` pairs both ways, as first published, which pays when a pair is
 quicker than its parts.
 """
 
@@ -22,10 +22,10 @@ from fxpipe.program.generators.sizes import TWO, check_sizes
 from fxpipe.program.generators.slots import fill_weights
 from fxpipe.program.program import Placement, Program
 
-__all__ = ["dualpipe_v", "dualpipe_v_paired"]
+__all__ = ["dualpipe_v", "dualpipe_v_down"]
 
 
-def dualpipe_v(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+def dualpipe_v_down(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     """Overlap forwards and backwards on the way down; no waiting inside.
 
     Two ranks, four stages, three microbatches:
@@ -41,11 +41,11 @@ def dualpipe_v(num_ranks: int, num_stages: int, num_microbatches: int) -> Progra
     Raises:
         ScheduleError: not two stages per rank, or a count below one.
     """
-    check_sizes("DualPipeV", num_ranks, num_stages, num_microbatches, allowed=TWO)
-    return _program(num_ranks, num_microbatches, pairs_up=False, name="DualPipeV")
+    check_sizes("DualPipeVDown", num_ranks, num_stages, num_microbatches, allowed=TWO)
+    return _program(num_ranks, num_microbatches, pairs_up=False, name="DualPipeVDown")
 
 
-def dualpipe_v_paired(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+def dualpipe_v(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     """Overlap forwards and backwards both ways.
 
     Two ranks, four stages, three microbatches:
@@ -61,8 +61,8 @@ def dualpipe_v_paired(num_ranks: int, num_stages: int, num_microbatches: int) ->
     Raises:
         ScheduleError: not two stages per rank, or a count below one.
     """  # noqa: E501
-    check_sizes("DualPipeVPaired", num_ranks, num_stages, num_microbatches, allowed=TWO)
-    return _program(num_ranks, num_microbatches, pairs_up=True, name="DualPipeVPaired")
+    check_sizes("DualPipeV", num_ranks, num_stages, num_microbatches, allowed=TWO)
+    return _program(num_ranks, num_microbatches, pairs_up=True, name="DualPipeV")
 
 
 def _program(num_ranks: int, num_microbatches: int, *, pairs_up: bool, name: str) -> Program:

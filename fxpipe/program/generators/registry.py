@@ -16,7 +16,7 @@ from typing import Literal
 from fxpipe.errors import ScheduleError
 from fxpipe.program.generators.breadth_first import gpipe, looped_bfs
 from fxpipe.program.generators.controllable_memory import v_half, v_min
-from fxpipe.program.generators.dualpipe_v import dualpipe_v, dualpipe_v_paired
+from fxpipe.program.generators.dualpipe_v import dualpipe_v, dualpipe_v_down
 from fxpipe.program.generators.forward_only import forward_only
 from fxpipe.program.generators.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.program.generators.sizes import ANY, ONE, SEVERAL, TWO, StagesPerRank
@@ -37,7 +37,7 @@ class ScheduleInfo:
 
     `stages_per_rank` is the least and the greatest number of stages on a rank;
     None means that there is no upper end. `splits_backward` says whether input
-    and weight gradients are separate actions.
+    and weight gradients are separate actions, `trains` whether there are backwards at all.
     """
 
     name: str
@@ -48,6 +48,7 @@ class ScheduleInfo:
     splits_backward: bool
     description: str
     when_to_use: str
+    trains: bool = True
 
     def __call__(self, num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         """Make the program."""
@@ -93,6 +94,7 @@ _INFOS = (
         splits_backward=False,
         description="Forwards alone, on any placement of stages.",
         when_to_use="Evaluation and inference.",
+        trains=False,
     ),
     ScheduleInfo(
         name="GPipe",
@@ -195,24 +197,24 @@ _INFOS = (
         when_to_use="Activations that do not fit with V-Half.",
     ),
     ScheduleInfo(
-        name="DualPipeV",
+        name="DualPipeVDown",
         aliases=(),
+        generator=dualpipe_v_down,
+        placement_style="v",
+        stages_per_rank=TWO,
+        splits_backward=True,
+        description="DualPipeV with pairs on the way down the ranks only, at half the waiting.",
+        when_to_use="As DualPipeV, when a pair is hardly quicker than its parts in turn.",
+    ),
+    ScheduleInfo(
+        name="DualPipeV",
+        aliases=("DualPipeVPaired", "DualPipeVFull"),
         generator=dualpipe_v,
         placement_style="v",
         stages_per_rank=TWO,
         splits_backward=True,
-        description="A V on which forwards and backwards going down the ranks run in pairs.",
-        when_to_use="Stages that wait for exchanges of their own, such as between experts.",
-    ),
-    ScheduleInfo(
-        name="DualPipeVPaired",
-        aliases=("DualPipeVFull",),
-        generator=dualpipe_v_paired,
-        placement_style="v",
-        stages_per_rank=TWO,
-        splits_backward=True,
-        description="DualPipeV with pairs both down and up the ranks, at twice the waiting.",
-        when_to_use="As DualPipeV, when a pair is clearly quicker than its parts in turn.",
+        description="A V with pairs of forward and backward down and up the ranks, as published.",
+        when_to_use="Stages that wait for exchanges of their own, when a pair is clearly quicker.",
     ),
     ScheduleInfo(
         name="Wave",

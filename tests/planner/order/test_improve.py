@@ -164,7 +164,7 @@ def test_starts_share_the_placement():
 
     names = {start.name for start in named_starts(program)}
 
-    assert names == {"ZBVZeroBubble", "VHalf", "VMin", "DualPipeV", "DualPipeVPaired", "Wave"}
+    assert names == {"ZBVZeroBubble", "VHalf", "VMin", "DualPipeVDown", "DualPipeV", "Wave"}
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -12,7 +12,7 @@ from fxpipe.program.costs import StageCosts
 from fxpipe.program.generators import (
     SCHEDULES,
     dualpipe_v,
-    dualpipe_v_paired,
+    dualpipe_v_down,
     forward_only,
     get_schedule,
     gpipe,
@@ -60,8 +60,8 @@ def peak(timeline: Timeline) -> float:
         ("ZBH2", 1, 11.1, 6.8),
         ("InterleavedZeroBubble", 2, 5.9, 3.5),
         ("ZBVZeroBubble", 2, 5.9, 3.5),
-        ("DualPipeV", 2, 5.9, 3.5),
-        ("DualPipeVPaired", 2, 11.1, 6.8),
+        ("DualPipeVDown", 2, 5.9, 3.5),
+        ("DualPipeV", 2, 11.1, 6.8),
         ("VHalf", 2, 14.3, 9.4),
         ("VMin", 2, 18.6, 12.3),
     ],
@@ -111,7 +111,7 @@ def test_weight_gradients_fill_two_thirds_of_the_holes(grid):
 def test_no_rank_waits_once_it_has_started(grid):
     for p, m in grid:
         if m >= 2 * p - 1:
-            for generator, v in ((zb_h2, 1), (zbv, 2), (dualpipe_v, 2)):
+            for generator, v in ((zb_h2, 1), (zbv, 2), (dualpipe_v_down, 2)):
                 timeline = timeline_of(generator, p, m, v)
 
                 assert timeline.idle_in_span == pytest.approx(0)
@@ -122,7 +122,7 @@ def test_no_rank_waits_once_it_has_started(grid):
 def test_v_schedules_are_as_short_as_can_be_from_p_microbatches_on(grid):
     for p, m in grid:
         if m >= p:
-            for generator in (zbv, dualpipe_v):
+            for generator in (zbv, dualpipe_v_down):
                 assert timeline_of(generator, p, m, 2).makespan == pytest.approx(
                     3 * m + (p - 1) / 2
                 )
@@ -171,8 +171,8 @@ def test_memory_stays_within_bounds(grid):
         assert peak(timeline_of(zb_h1, p, m)) <= p
         assert peak(timeline_of(zb_h2, p, m)) <= 2 * p - 1
         assert peak(timeline_of(zbv, p, m, 2)) <= p
+        assert peak(timeline_of(dualpipe_v_down, p, m, 2)) <= p + 0.5
         assert peak(timeline_of(dualpipe_v, p, m, 2)) <= p + 0.5
-        assert peak(timeline_of(dualpipe_v_paired, p, m, 2)) <= p + 0.5
         assert peak(timeline_of(v_half, p, m, 2)) <= (p + 2) // 2
         assert peak(timeline_of(v_min, p, m, 2)) <= (p + 4) // 3
 
@@ -198,7 +198,7 @@ def test_memory_of_interleaved_schedules_stays_within_bounds(grid):
 def test_pairing_both_ways_waits_twice_as_long(grid):
     for p, m in grid:
         if m >= 2 * p:
-            timeline = timeline_of(dualpipe_v_paired, p, m, 2)
+            timeline = timeline_of(dualpipe_v, p, m, 2)
 
             assert timeline.makespan == pytest.approx(3 * m + p - 1)
 
@@ -206,14 +206,14 @@ def test_pairing_both_ways_waits_twice_as_long(grid):
 def test_pairing_both_ways_pays_when_pairs_save_time():
     # Why there are two: in turn, the second kind of pair only makes gradients wait.
     makespans = {}
-    for generator in (dualpipe_v, dualpipe_v_paired):
+    for generator in (dualpipe_v_down, dualpipe_v):
         program = generator(4, 8, 32)
         for saving in (0.0, 0.5):
             costs = StageCosts.uniform(program.placement, pair_saving=saving)
             makespans[generator, saving] = simulate(program, costs).makespan
 
-    assert makespans[dualpipe_v, 0.0] < makespans[dualpipe_v_paired, 0.0]
-    assert makespans[dualpipe_v_paired, 0.5] < makespans[dualpipe_v, 0.5]
+    assert makespans[dualpipe_v_down, 0.0] < makespans[dualpipe_v, 0.0]
+    assert makespans[dualpipe_v, 0.5] < makespans[dualpipe_v_down, 0.5]
 
 
 @pytest.mark.parametrize("info", SCHEDULES.values(), ids=SCHEDULES)

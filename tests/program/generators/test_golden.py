@@ -13,7 +13,7 @@ import pytest
 from fxpipe.program.generators import (
     SCHEDULES,
     dualpipe_v,
-    dualpipe_v_paired,
+    dualpipe_v_down,
     forward_only,
     forward_only_on,
     gpipe,
@@ -99,13 +99,13 @@ GOLDEN = {
         rank 0: 0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 3W2 0I2 0W2
         rank 1: 1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2""",
     ),
-    dualpipe_v: (
+    dualpipe_v_down: (
         (2, 4, 3),
         """\
         rank 0: 0F0 0F1 0F2 3F0 3I0 3F1 3I1 3W0 3W1 3F2 0I0 3I2 0I1 0W0 0I2 3W2 0W1 0W2
         rank 1: 1F0 2F0 1F1 2F1 (1F2;2B0)OVERLAP_F_B 2F2 1I0 2I1 1I1 2I2 1I2 1W0 2W1 1W1 2W2 1W2""",
     ),
-    dualpipe_v_paired: (
+    dualpipe_v: (
         (2, 4, 3),
         """\
         rank 0: 0F0 0F1 0F2 3F0 3I0 3F1 3I1 3W0 3W1 (3F2;0B0)OVERLAP_F_B 3I2 0I1 3W2 0I2 0W1 0W2

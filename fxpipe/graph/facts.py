@@ -50,6 +50,7 @@ class NodeFacts:
     - `writes`: names of buffers that it changes
     - `storage`, `is_view`: the memory of its value, if some node changes that in place
     - `changes`: the memories that it changes in place
+    - `aliases`: it is a leaf whose output shares the memory of an argument
     - `draws`: it takes random numbers from torch's own generator
     """
 
@@ -66,6 +67,7 @@ class NodeFacts:
     storage: int | None = None
     is_view: bool = False
     changes: frozenset[int] = frozenset()
+    aliases: bool = False
     draws: bool = False
 
     @property

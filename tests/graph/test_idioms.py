@@ -5,6 +5,7 @@ gradients for the example and for other values.
 """
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from fxpipe import SplitPoint, pipeline
-from fxpipe.errors import PipeliningShapeError
+from fxpipe.errors import InputError, PipeliningShapeError, SplitError, TraceError
 from fxpipe.graph.capture.capture import TracedGraph
 from fxpipe.graph.cut import Assignment
 from fxpipe.graph.flow import work_nodes
@@ -139,3 +140,204 @@ def test_the_time_to_cut_behind_a_draw_does_not_double_with_each_layer() -> None
             return self.b(self.a(x) + z)
 
     same(Deep(), (X,))
+
+
+class Clamps(AB):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x)
+        x.data = x.data.clamp(-0.1, 0.1)
+        return self.b(x)
+
+
+class Normalises(AB):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.a.weight.data = nn.functional.normalize(self.a.weight.data)
+        return self.b(self.a(x))
+
+
+class Forces(AB):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_(True)
+        energy = self.b(torch.tanh(self.a(x))).sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Clamps, "an assignment to .data"),
+        (Normalises, "an assignment to .data"),
+        (Forces, "torch.autograd.grad"),
+    ],
+)
+def test_an_effect_that_no_graph_repeats_is_refused_by_line(kind: type[AB], words: str) -> None:
+    with pytest.raises(TraceError, match=rf"as a graph: {words}\n.*test_idioms.py:\d+\n"):
+        pipeline(kind(), (X,), split_spec=AT_B)
+
+
+class Hooks(AB):
+    """A hook on a tensor that two stages use."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x)
+        y = self.b(x)
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return y + x
+
+
+def test_a_hook_on_a_tensor_sees_the_whole_gradient() -> None:
+    same(Hooks(), (X,), (-X,))
+
+
+class Generated(AB):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gen = nn.Linear(8, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x)
+        weight = self.gen(x.mean((0, 1))).view(8, 8)
+        return torch.func.functional_call(self.b, {"weight": weight}, (x,))
+
+
+class Swaps(AB):
+    def forward(self, x: torch.Tensor) -> Any:
+        x, weight = self.a(x), self.b.weight
+        del self.b.weight
+        self.b.weight = weight * 2
+        y = self.b(x)
+        del self.b.weight
+        self.b.weight = weight
+        return y
+
+
+@pytest.mark.parametrize("kind", [Generated, Swaps])
+def test_a_leaf_with_other_weights_computes_with_them(kind: type[AB]) -> None:
+    spec = AT_B if kind is Swaps else {"gen": SplitPoint.BEGINNING}
+    same(kind(), (X,), (-X,), spec=spec)
+
+
+class Expert(nn.Module):
+    def __init__(self, inner: bool) -> None:
+        super().__init__()
+        self.inner = Expert(False) if inner else nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.inner(x)
+        self.aux = (x**2).mean()
+        return x
+
+
+class Mixture(nn.Module):
+    """Reads what its leaves keep on themselves, at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Expert(False), Expert(True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.b(self.a(x))
+        return y.sum() + self.a.aux + self.b.inner.aux
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_what_leaves_keep_on_themselves_is_read_anew(has_run: bool) -> None:
+    model = Mixture()
+    if has_run:
+        with torch.no_grad():
+            model(X)
+            for part in (model.a, model.b, model.b.inner):
+                part.aux = part.aux.clone()
+
+    same(model, (X,), (-X,))
+
+
+class Sign(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, bool(x.sum() > 0)
+
+
+class Branches(AB):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sign = Sign()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x, positive = self.sign(self.a(x))
+        return self.b(x) if positive else -self.b(x)
+
+
+def test_a_flag_that_a_leaf_computes_is_compared() -> None:
+    model = Branches()
+    pipe = pipeline(model, (X,), split_spec=AT_B)
+
+    refused = 0
+    for shift in (-100, 100):
+        try:
+            torch.testing.assert_close(pipe(X + shift), model(X + shift))
+        except InputError as error:
+            assert "gave" in str(error)
+            refused += 1
+    assert refused == 1
+
+
+class Shares(AB):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x) * 1
+        short = self.same(x)
+        short += self.b(x.detach() * 2)
+        return x + short
+
+
+def test_memory_that_a_leaf_hands_on_does_not_change_in_another_stage() -> None:
+    with pytest.raises(SplitError, match=r"same returns its argument itself, .*test_idioms.py:\d+"):
+        pipeline(Shares(), (X,), split_spec=AT_B)
+    same(Shares(), (X,), spec={"a": SplitPoint.END})
+
+
+class Asks(AB):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x)
+        return self.b(x * 2 if x.requires_grad else x)
+
+
+def test_whether_a_tensor_requires_a_gradient_is_the_models_answer() -> None:
+    frozen = Asks()
+    frozen.a.requires_grad_(False)
+    same(frozen, (X,))
+    model = Asks()
+    pipe = pipeline(model, (X,), split_spec=AT_B)
+
+    with torch.no_grad(), pytest.raises(TraceError, match=r"is True; it is False now"):
+        pipe(X)
+
+
+class Sparse(AB):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph_of_nodes", torch.eye(6).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.b(torch.sparse.mm(self.graph_of_nodes, self.a(x)))
+
+
+def test_sparse_buffers_and_scripted_leaves() -> None:
+    class Scripted(AB):
+        def __init__(self) -> None:
+            super().__init__()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch deprecates scripting
+                self.m = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.m(self.a(x)))
+
+    model = Sparse()
+    torch.testing.assert_close(pipeline(model, (X[0],), split_spec=AT_B)(X[0]), model(X[0]))
+    scripted = Scripted()
+    pipe = pipeline(scripted, (X,), split_spec=AT_B)
+    torch.testing.assert_close(pipe(-X), scripted(-X))

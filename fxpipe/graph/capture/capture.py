@@ -195,6 +195,8 @@ class _Task:
     opened: set[str]
     splits: Mapping[str, SplitPoint]
     follows_example: bool = False
+    # Filled if code asks whether tensors require gradients: then frozen ones do not.
+    true_flags: list[bool] = dataclasses.field(default_factory=list)
 
 
 def _capture(task: _Task, wishes: Wishes) -> TracedGraph:
@@ -306,7 +308,7 @@ def _trace_once(
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        state = FakeState(mode, module, all_trainable=True, cast=cast)
+        state = FakeState(mode, module, all_trainable=not task.true_flags, cast=cast)
         stack.enter_context(state.fake())
         if training is not None:
             for part in module.modules():
@@ -328,13 +330,18 @@ def _trace_once(
                 args, kwargs = _refill(module, task.call, fakes)
                 output = module(*args, **kwargs)
             trace.finish(output)
-        except TraceError:
+        except Exception:
             if trace.wanted - opened:
                 raise _MustOpenError(trace.wanted) from None
             raise
     if not trace.wanted - opened:
         _check_called(task.splits, trace.called)
     graph = _finished(task, trace, sizes, fakes, wishes)
+    if trace.asks_for_gradients and not task.true_flags:
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        if any(p.is_floating_point() for p in frozen):
+            task.true_flags.append(True)
+            raise _MustOpenError(set())
     return _Traced(graph, trace.wanted)
 
 
@@ -394,7 +401,7 @@ def _finished(
     )
     return TracedGraph(
         module, graph, facts, signature, sizes.free(), sizes.hints(), frozenset(task.opened),
-        _autocast_is_on(), World.of(trace.reads, _opened_parts(task)),
+        _autocast_is_on(), World.of(trace.reads, _opened_parts(task), trace.real_of),
         frozenset(trace.training_read),
     )  # fmt: skip
 

@@ -54,10 +54,16 @@ def why_not(module: nn.Module, call: Call, budget: Budget) -> str:
         return "tensors without data; give check_with=(small_model, args) of the same code"
     if any(hasattr(tensor, "_local_tensor") for tensor in state):
         return "the parameters are sharded"
+    if any(tensor.layout is not torch.strided for tensor in state):
+        return "it has sparse parameters or buffers"
     if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
         return "SyncBatchNorm communicates while it runs"
     trained = sum(t.nbytes for t in state if t.requires_grad)
-    needed = sum(t.nbytes for t in state) + 2 * trained + 4 * sum(t.nbytes for t in inputs)
+    needed = (
+        sum(t.numel() * t.element_size() for t in state)
+        + 2 * trained
+        + 4 * sum(t.nbytes for t in inputs)
+    )
     if needed > budget.memory:
         return f"it needs {needed / 1e9:.1f} GB beside the model, the budget is " + (
             f"{budget.memory / 1e9:.1f} GB; check=True checks all the same"

@@ -24,6 +24,7 @@ from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
 from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
+from fxpipe.graph.record.graph_calls import AgreedPart, Hooked, Kept
 from fxpipe.graph.source_line import Place
 
 __all__ = ["Assignment", "by_markers", "cut"]
@@ -85,6 +86,7 @@ def cut(traced: TracedGraph, assignment: Assignment) -> tuple[StageGraph, ...]:
     flow = Flow(traced, stage_of, assignment.num_stages)
     repeated = choose_repeated(flow)
     check_state_writes(flow)
+    _check_aliases(flow)
     needs = [flow.needs(stage) for stage in range(flow.num_stages)]
     targets: dict[fx.Node, list[int]] = {}
     for stage, found in enumerate(needs):
@@ -133,4 +135,31 @@ def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, i
             stage_of[node.name] = moved[node] = wanted
         if traced.facts[node].draws:
             latest = max(latest, stage_of[node.name])
+    for node in work_nodes(traced):
+        if isinstance(node.target, (Hooked, Kept, AgreedPart)):
+            home = _maker(traced, node.all_input_nodes[0])
+            stage_of[node.name] = stage_of.get(home.name, 0)
     return stage_of
+
+
+def _maker(traced: TracedGraph, node: fx.Node) -> fx.Node:
+    """Return the node whose value this one is, or is a part of."""
+    while traced.facts[node].is_part:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _check_aliases(flow: Flow) -> None:
+    """Check that what a leaf returned of its argument's own memory changes in its stage only."""
+    facts = flow.traced.facts
+    changes = [(n, stage) for n, stage in flow.stage_of.items() if facts[n].changes]
+    for leaf, home in flow.stage_of.items() if changes else ():
+        storages = {facts[leaf].storage, *(facts[user].storage for user in leaf.users)}
+        for node, stage in changes if facts[leaf].aliases else ():
+            if stage != home and storages & facts[node].changes:
+                raise SplitError(
+                    f"{leaf.name} returns its argument itself, or a view of it, and "
+                    f"{facts[node].where} changes that in place in stage {stage}, where it would "
+                    f"be a copy (stage {home} has the module)\nmove the split, or make it an "
+                    "operation that is not in place"
+                )

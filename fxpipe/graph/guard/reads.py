@@ -61,7 +61,13 @@ class Read:
 class Reads:
     """The reads of one trace."""
 
-    def __init__(self, module: nn.Module, is_opened: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        is_opened: Callable[[], bool],
+        on_read: Callable[[Any, str], None] = lambda holder, name: None,
+    ) -> None:
+        self._on_read = on_read
         self.names = {id(part): name for name, part in module.named_modules()}
         self.noted: dict[tuple[int, str], Read] = {}
         self.settings: dict[tuple[str, tuple[Any, ...]], tuple[Any, Place]] = {}
@@ -85,12 +91,11 @@ class Reads:
 
     def note(self, holder: Any, name: str) -> None:
         """Take note of a read."""
-        key = (id(holder), name)
-        if key in self.noted or name in _MACHINERY or name.startswith("__"):
+        if name in _MACHINERY or name.startswith("__") or not self._is_opened():
             return
-        if not self._is_opened() or (
-            isinstance(holder, nn.Module) and id(holder) not in self.names
-        ):
+        self._on_read(holder, name)
+        key = (id(holder), name)
+        if key in self.noted or (isinstance(holder, nn.Module) and id(holder) not in self.names):
             return
         if is_ours(sys._getframe(2).f_code.co_filename):
             return

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any
 
@@ -122,7 +122,9 @@ class World:
         self._told: dict[int, Callable[[], list[str]]] = {}
 
     @classmethod
-    def of(cls, reads: Reads, opened: dict[str, nn.Module]) -> World:
+    def of(
+        cls, reads: Reads, opened: dict[str, nn.Module], real_of: Mapping[int, torch.Tensor]
+    ) -> World:
         """Return what was read and is of the world, not made by the forward itself."""
         world = cls()
         grouped: dict[tuple[int, str], list[Read]] = {}
@@ -133,7 +135,7 @@ class World:
             owner = reads.names.get(id(read.holder), "")
             text = f"{owner}.{read.name}" if owner else read.name
             if isinstance(read.value, torch.Tensor):
-                if isinstance(now, torch.Tensor):
+                if real_of.get(id(read.value), read.value) is now:
                     shape = now.shape if home in ("_parameters", "_buffers") else None
                     world._identity(read, now, text, shape)
             elif is_atom(now) and home not in ("class", ""):

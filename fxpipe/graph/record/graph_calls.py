@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
@@ -28,12 +29,16 @@ from fxpipe.graph.source_line import Place
 __all__ = [
     "ACCESS",
     "Agreed",
+    "AgreedGradient",
+    "AgreedPart",
     "AgreedSizes",
     "Applied",
     "Constant",
     "Formula",
     "Fresh",
     "GraphCall",
+    "Hooked",
+    "Kept",
     "Mapped",
     "OnlyIf",
     "Rebuild",
@@ -295,6 +300,59 @@ class Agreed(GraphCall):
                 f"{self._place.source}\ngave {expected!r}; these inputs give {found!r}, so it "
                 f"would do something else\n{_ADVICE}"
             )
+
+
+class AgreedPart(Agreed):
+    """A callable that compares a number or flag that a leaf returned with the traced one."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(given, place)
+
+
+class AgreedGradient(GraphCall):
+    """A callable that compares whether a tensor requires a gradient with what was traced."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__("agreed_requires_grad")
+        self._place = place
+
+    def __call__(self, expected: bool, value: torch.Tensor) -> None:
+        if value.requires_grad is not expected:
+            raise TraceError(
+                f"the model asks whether a tensor requires a gradient, and was traced where\n"
+                f"  {self._place}: {self._place.source}\nis {expected}; it is "
+                f"{value.requires_grad} now\nrun it as it was traced (parameters frozen or not, "
+                "with or without no_grad), or keep this code inside a submodule that is not split"
+            )
+
+
+class Hooked(GraphCall):
+    """A callable that registers a hook on a tensor, in the stage that makes the tensor."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        super().__init__("register_hook")
+        self._hook = hook
+
+    def __call__(self, value: torch.Tensor) -> None:
+        if value.requires_grad:
+            value.register_hook(self._hook)  # type: ignore[no-untyped-call]
+
+
+class Kept(GraphCall):
+    """A callable that leaves a tensor on a module of the model, as the opened code does."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(f"keep_{name}")
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, value: torch.Tensor) -> None:
+        module = self._module()
+        if module is not None:
+            vars(module)[self._name] = value
+
+    def __reduce__(self) -> Any:
+        return given, (None,)
 
 
 class AgreedSizes(GraphCall):

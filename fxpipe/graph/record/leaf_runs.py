@@ -46,7 +46,8 @@ class LeafOutcome:
     `changed` were modified in place. Of `untouched` no operation used the values.
     `is_likely`: its sizes may depend on values, and were learnt from some of them.
     `wrote` names the buffers of the leaf that it changed in place. `draws`: it takes
-    random numbers.
+    random numbers. `left` are the attributes that it changed: inner module and name.
+    `aliases` are positions in its output and its arguments that share memory.
     """
 
     output: Any
@@ -55,6 +56,8 @@ class LeafOutcome:
     is_likely: bool = False
     wrote: tuple[str, ...] = ()
     draws: bool = False
+    left: frozenset[tuple[str, str]] = frozenset()
+    aliases: tuple[tuple[int, int], ...] = ()
 
 
 class LeafRuns:
@@ -70,6 +73,8 @@ class LeafRuns:
         self.example: ExampleValues | None = None
         self.draws = False
         self.runs = 0
+        self._left: set[tuple[str, str]] = set()
+        self._leaf: nn.Module | None = None
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
@@ -79,10 +84,13 @@ class LeafRuns:
         if key is None or key not in self._outcomes:
             before = contents((args, kwargs))
             buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-            self.draws = False
+            self.draws, self._left, self._leaf = False, set(), module
             outcome = self._run(module, call, args, kwargs)
+            self._leaf = None
             wrote = tuple(name for name, buffer, old in buffers if buffer._version != old)
-            outcome = dataclasses.replace(outcome, wrote=wrote, draws=self.draws)
+            outcome = dataclasses.replace(
+                outcome, wrote=wrote, draws=self.draws, left=frozenset(self._left)
+            )
             is_special = outcome.is_likely and self.example is not None
             if key is None or is_special or contents((args, kwargs)) != before:
                 return outcome
@@ -222,13 +230,21 @@ class LeafRuns:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
         self._touched = set()
-        output = call(*args, **kwargs)
+        attributes = _attributes(self._leaf)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._left |= _changed(attributes)
+        storages = {_memory(t): i for i, t in enumerate(tensors)}
+        made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        aliases = [(i, storages[_memory(t)]) for i, t in enumerate(made) if _memory(t) in storages]
         touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
         changed = [t._version != v for t, v in zip(tensors, versions, strict=True)]
         return LeafOutcome(
             map_leaves(_fresh_leaf, output),
             tuple(index for index, was_changed in enumerate(changed) if was_changed),
             tuple(index for index, tensor in enumerate(tensors) if id(tensor) not in touched),
+            aliases=tuple(aliases),
         )
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
@@ -253,6 +269,34 @@ class LeafRuns:
             self._alive.append(module)
             self._kinds[id(module)] = _module_key(module)
         return self._kinds[id(module)]
+
+
+def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Return the attributes and buffers of a leaf's modules, each beside a copy."""
+    return [
+        (name, place, dict(place))
+        for name, part in (module.named_modules() if module is not None else ())
+        for place in (vars(part), vars(part).get("_buffers"))
+        if place is not None
+    ]
+
+
+def _changed(
+    attributes: list[tuple[str, dict[str, Any], dict[str, Any]]],
+) -> set[tuple[str, str]]:
+    return {
+        (name, key)
+        for name, place, before in attributes
+        for key, value in place.items()
+        if before.get(key, before) is not value
+    }
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse
+        return id(tensor)
 
 
 def _other_sizes(hint: int) -> list[int]:

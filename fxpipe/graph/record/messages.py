@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxpipe.graph.source_line import Place
 
-__all__ = ["a_draw", "a_value_decides", "an_unknown_tensor"]
+__all__ = ["a_draw", "a_value_decides", "an_effect", "an_unknown_tensor"]
 
 
 def a_value_decides(who: str, place: Place | None) -> str:
@@ -25,6 +25,14 @@ def a_draw(place: Place) -> str:
         f"same in every run of a stage\n  at or before {place}\n    {place.source}\n"
         "use torch.rand, keep this code inside a submodule that is not split, or turn it off "
         "(a rate of zero is fine)"
+    )
+
+
+def an_effect(what: str, place: Place) -> str:
+    """Say that code does something which a graph cannot repeat."""
+    return (
+        f"code that is split does something that cannot be written as a graph: {what}\n  {place}\n"
+        f"    {place.source}\nkeep this code inside a submodule that is not split"
     )
 
 

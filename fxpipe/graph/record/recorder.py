@@ -11,6 +11,8 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -34,14 +36,17 @@ from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecid
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.graph_calls import (
     Agreed,
+    AgreedGradient,
+    AgreedPart,
     AgreedSizes,
     Applied,
+    Hooked,
     Mapped,
     Refusal,
     function_modes,
 )
-from fxpipe.graph.record.leaf_runs import LeafRuns, run_operation
-from fxpipe.graph.record.messages import a_draw, a_value_decides, an_unknown_tensor
+from fxpipe.graph.record.leaf_runs import LeafOutcome, LeafRuns, run_operation
+from fxpipe.graph.record.messages import a_draw, a_value_decides, an_effect, an_unknown_tensor
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
@@ -49,6 +54,7 @@ from fxpipe.graph.record.state_writes import StateWatch, carried_state
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
+    effect_of,
     is_metadata,
     plain_tuples,
     stacked,
@@ -97,7 +103,10 @@ class Trace(TorchFunctionMode):
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
-        self.reads = Reads(module, self.is_opened)
+        self.asks_for_gradients = False
+        self.real_of = state.real_of
+        self.reads = Reads(module, self.is_opened, self.on_left)
+        self._left: dict[tuple[int, str], set[str]] = {}
         self.tape = Tape(self._name_of_state, state.real_of)
         self.tape.describe = self._describe
 
@@ -109,6 +118,8 @@ class Trace(TorchFunctionMode):
             output = func(*args, **kwargs)
             if isinstance(output, torch.dtype) and self.is_opened():
                 self._dtype_read(args[0])
+            if output is True or output is False:
+                self._flag_read(func, args, output)
             return output
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
@@ -252,6 +263,7 @@ class Trace(TorchFunctionMode):
         self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         self._check_chance()
+        self._check_swapped(module, name)
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         handed = Handed(self.tape, self._argument, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -272,19 +284,102 @@ class Trace(TorchFunctionMode):
             writes=frozenset(f"{name}.{buffer}" for buffer in outcome.wrote),
             untouched=tuple(self.tape.node_of(tensors[i]) for i in outcome.untouched),
             draws=outcome.draws,
+            aliases=bool(outcome.aliases),
         )
         for index in outcome.changed:
             self.tape.changed(tensors[index], node)
+        for inner, key in outcome.left:
+            part = module.get_submodule(inner)
+            self._left[id(part), key] = self._around(name, inner)
+        outcome = self._aliased(outcome, tensors)
         self.tape.adopt(node, outcome.output)
+        self._check_parts(node, outcome.output)
         handed.note(node)
         if outcome.is_likely:
             self._check_sizes(outcome.output)
         observe(module, args, outcome.output)
         return outcome.output
 
+    def _check_swapped(self, module: nn.Module, name: str) -> None:
+        """Open a leaf that is called with other parameters or buffers than its own."""
+        for inner, part in module.named_modules():
+            if self._state.is_swapped(part):
+                self.wanted |= self._around(name, inner)
+
+    def _around(self, name: str, inner: str) -> set[str]:
+        """Return the names from a leaf down to a module inside it."""
+        words = inner.split(".") if inner else []
+        return {".".join(filter(None, (name, *words[:i]))) for i in range(len(words) + 1)}
+
+    def _aliased(self, outcome: LeafOutcome, tensors: list[torch.Tensor]) -> LeafOutcome:
+        """Give outputs of a leaf the memory of the arguments that they are, or are views of."""
+        sources = dict(outcome.aliases)
+        if not sources:
+            return outcome
+        positions = itertools.count()
+
+        def one(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            source = sources.get(next(positions))
+            if source is None or tensors[source].dtype != leaf.dtype:
+                return leaf
+            try:
+                made = tensors[source].as_strided(leaf.shape, leaf.stride())
+            except Exception:
+                return leaf
+            return made if leaf.requires_grad else made.detach()
+
+        self._busy = True
+        try:
+            return dataclasses.replace(outcome, output=map_leaves(one, outcome.output))
+        finally:
+            self._busy = False
+
+    def _check_parts(self, node: fx.Node, output: Any) -> None:
+        """Have the stage compare the numbers and flags among what a leaf returns."""
+        for path, leaf in walk(output):
+            is_plain = all(kind == "item" for kind, _ in path)
+            if is_plain and isinstance(leaf, (bool, int, float, str)) and node.op == "call_module":
+                part = self.tape.part_of(node, path)
+                self.tape.write("call_function", AgreedPart(user_frame()), (leaf, part), {})
+
+    def _flag_read(self, func: Any, args: Any, output: bool) -> None:
+        """Note that opened code asks whether a tensor requires a gradient."""
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name != "requires_grad" or not self.is_opened():
+            return
+        if not is_users(sys._getframe(2).f_code.co_filename):
+            return
+        self.asks_for_gradients = True
+        tensor = args[0]
+        if self.tape.knows(tensor) or self._names.is_state(tensor):
+            node = self._argument(tensor)
+            check = AgreedGradient(user_frame())
+            self.tape.write("call_function", check, (output, node), {})
+
+    def on_left(self, holder: Any, name: str) -> None:
+        """Open a leaf whose inner module keeps something that opened code reads."""
+        self.wanted |= self._left.get((id(holder), name), set())
+
+    def _hook(self, tensor: torch.Tensor, hook: Any) -> None:
+        """Write that a tensor gets a hook, right behind what made it."""
+        with self._explained():
+            node = self.tape.node_of(tensor)
+        if node.op in ("placeholder", "get_attr") or has_tensor(hook):
+            raise TraceError(an_effect("register_hook", user_frame()))
+        with self.tape.graph.inserting_after(self.tape.facts.last_part(node)):
+            self.tape.write("call_function", Hooked(hook), (node,), {})
+
     def _operation(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
         """Run a function and write its node; if fakes fail and `real`, on made-up tensors."""
         self._check_chance()
+        effect = effect_of(func)
+        if effect:
+            raise TraceError(an_effect(effect, user_frame()))
+        if getattr(func, "__name__", "") == "register_hook":
+            self._hook(args[0], args[1] if len(args) > 1 else kwargs["hook"])
+            return self._quietly(func, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
         output, is_agreed = self._run_or_follow(func, args, kwargs, real)
@@ -371,6 +466,13 @@ class Trace(TorchFunctionMode):
         self._busy = True
         try:
             return self._example.sizes(func, args, kwargs)
+        finally:
+            self._busy = False
+
+    def _quietly(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._busy = True
+        try:
+            return func(*args, **kwargs)
         finally:
             self._busy = False
 

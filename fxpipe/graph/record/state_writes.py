@@ -40,6 +40,7 @@ class StateWatch:
             if name in opened
         }
         self._state = state
+        self._before = {name: dict(vars(part)) for name, part in self._modules.items()}
         self._plain = {name: _plain_attributes(part) for name, part in self._modules.items()}
 
     def write(self, tape: Tape) -> list[str]:
@@ -53,6 +54,10 @@ class StateWatch:
                     name or "the model",
                     ", ".join(changed),
                 )
+        for name, part in self._modules.items():
+            for key, value in vars(part).items():
+                if self._before[name].get(key) is not value and isinstance(value, torch.Tensor):
+                    tape.keep(part, key, value)
         places = dict(self._places())
         faults = []
         for slot in self._state.reassigned():

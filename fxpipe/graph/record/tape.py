@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.graph.facts import Facts, NodeFacts
@@ -38,6 +38,7 @@ from fxpipe.graph.record.graph_calls import (
     ACCESS,
     Constant,
     Fresh,
+    Kept,
     Rebuild,
     TensorConstant,
     after,
@@ -203,6 +204,13 @@ class Tape:
             node = self.write("call_function", overwrite, (self._state[name], value), {})
         self.facts.learn(node, owner=owner, writes=frozenset({name}))
 
+    def keep(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        """Write that a tensor becomes an attribute of a module, right behind what made it."""
+        node = self.node_of(value) if self.knows(value) else None
+        if node is not None and node.op not in ("placeholder", "get_attr"):
+            with self.graph.inserting_after(self.facts.last_part(node)):
+                self.write("call_function", Kept(module, name), (node,), {})
+
     def _copied(self, state: fx.Node) -> fx.Node:
         """Have the readers of a parameter or buffer read a copy; return it."""
         readers = [user for user in state.users if user.target is not overwrite]
@@ -293,6 +301,10 @@ class Tape:
             self._know_object(value, node, path)
         for accessor, child in zip(found.accessors, found.children, strict=True):
             self._adopt_objects(node, (*path, accessor), child)
+
+    def part_of(self, node: fx.Node, path: tuple[Accessor, ...]) -> fx.Node:
+        """Return the node for a part of another node's output."""
+        return self._access(node, path)
 
     def _access(self, node: fx.Node, path: tuple[Accessor, ...]) -> fx.Node:
         """Return the node for a part of another node's output, written right behind it."""
@@ -402,4 +414,6 @@ def _part(value: Any, accessor: Accessor) -> Any:
 
 
 def _storage(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     return int(tensor.untyped_storage()._cdata)

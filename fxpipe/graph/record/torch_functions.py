@@ -20,6 +20,7 @@ from fxpipe.graph.nested import has_tensor
 __all__ = [
     "INSISTENT",
     "as_node",
+    "effect_of",
     "is_metadata",
     "plain_tuples",
     "stacked",
@@ -51,6 +52,16 @@ def is_metadata(func: Any) -> bool:
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") in _METADATA_GETTERS
     return name in _METADATA_METHODS
+
+
+def effect_of(func: Any) -> str:
+    """Name what a function does to a tensor that no node could repeat; empty for others."""
+    name = getattr(func, "__name__", "")
+    if name == "__set__" and getattr(func.__self__, "__name__", "") in ("data", "grad"):
+        return f"an assignment to .{func.__self__.__name__}"
+    if func is torch.autograd.grad:
+        return "torch.autograd.grad"
+    return name if name in ("backward", "set_", "share_memory_") else ""
 
 
 _OPERATORS = {

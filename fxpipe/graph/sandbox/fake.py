@@ -253,6 +253,7 @@ class FakeState:
         self._cast = cast or {}
         self._fakes: dict[int, torch.Tensor] = {}
         self._slots: list[Slot] = []
+        self._slots_of: dict[int, list[Slot]] = {}
         self.real_of: dict[int, torch.Tensor] = {}
         self.is_sharded = False  # a run on the real tensors would start collectives
         self._all_trainable = all_trainable
@@ -266,8 +267,13 @@ class FakeState:
         seen.add(id(module))
         policy = _precision_of(module)
         gathered = gathered if policy is None else policy.param_dtype
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # it runs on its own tensors
         for place in (module._parameters, module._buffers, module.__dict__):
-            self._slots += self._slots_in(place, gathered)
+            found = list(self._slots_in(place, gathered))
+            self._slots += found
+            if place is not module.__dict__:
+                self._slots_of.setdefault(id(module), []).extend(found)
         for child in module.children():
             self._find(child, gathered, seen)
 
@@ -295,6 +301,11 @@ class FakeState:
             self._fakes[id(real)] = made
             self.real_of[id(made)] = real
         return self._fakes[id(real)]
+
+    def is_swapped(self, module: nn.Module) -> bool:
+        """Say whether a module holds other parameters or buffers than its own fakes."""
+        own = self._slots_of.get(id(module), ())
+        return any(slot.place.get(slot.key) is not slot.fake for slot in own)
 
     def reassigned(self) -> list[Slot]:
         """Return the places that hold something else than their fake now."""

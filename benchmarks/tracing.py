@@ -8,7 +8,9 @@ The peer traces with fixed shapes, which costs it less; here the batch dimension
 dynamic, as it is by default. Each time is the least of `--repeats` calls, measured
 in turns in one process, with a fresh model each time.
 
-Also printed: nodes in the stage graphs, and how the time grows with the layers.
+Both are timed without the check that `pipeline()` makes by default; its share, the runs of
+the plain model and of the stages, is the column "check s". Also printed: how the time
+grows with the layers.
 """
 
 import argparse
@@ -44,7 +46,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
-    print(f"{'model':8} {'layers':>6} {'fxpipe s':>9} {'torch s':>9} {'ratio':>7}   batch")
+    print(
+        f"{'model':8} {'layers':>6} {'fxpipe s':>9} {'torch s':>9} {'ratio':>7} {'check s':>8}"
+        "   batch"
+    )
     for name in options.models:
         times = {layers: _row(name, layers, options) for layers in options.layers}
         first, last = min(times), max(times)
@@ -66,7 +71,8 @@ def _row(name: str, layers: int, options: argparse.Namespace) -> float:
             peers.append(_time(_with_torch, name, layers)[0])
     best = min(ours)
     peer = f"{min(peers):9.3f} {best / min(peers):7.3f}" if peers else f"{'-':>9} {'-':>7}"
-    print(f"{name:8} {layers:6} {best:9.3f} {peer}   {dynamic}")
+    checked = _check_seconds(name, layers)
+    print(f"{name:8} {layers:6} {best:9.3f} {peer} {checked:8.3f}   {dynamic}")
     return best
 
 
@@ -82,7 +88,15 @@ def _time(split: Callable[..., Any], name: str, layers: int) -> tuple[float, Any
 
 def _with_fxpipe(model: nn.Module, kwargs: dict[str, Any], cuts: list[str]) -> Any:
     spec = dict.fromkeys(cuts, fxpipe.SplitPoint.BEGINNING)
-    return fxpipe.pipeline(model, (), kwargs, split_spec=spec)
+    return fxpipe.pipeline(model, (), kwargs, split_spec=spec, check=False)
+
+
+def _check_seconds(name: str, layers: int) -> float:
+    """The time that comparing the stages with the plain model adds."""
+    model, kwargs = _build(name, layers)
+    spec = dict.fromkeys([f"{MODELS[name]}.{layers // 2}"], fxpipe.SplitPoint.BEGINNING)
+    pipe = fxpipe.pipeline(model, (), kwargs, split_spec=spec)
+    return float(pipe.info().check.seconds)
 
 
 def _with_torch(model: nn.Module, kwargs: dict[str, Any], cuts: list[str]) -> Any:

@@ -105,7 +105,10 @@ def run(
         output=pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), output),
         gradients=gradients(model),
         input_gradients=tuple(leaf.grad for leaf in wanted),
-        buffers={name: buffer.detach().clone() for name, buffer in state.buffers.items()},
+        # Taken after the run, which may have put other tensors in their place.
+        buffers={
+            name: buffer.detach().clone() for name, buffer in stage_state(model).buffers.items()
+        },
     )
 
 

@@ -75,7 +75,7 @@ def all_variants(
     """Every combination of sizes, values, modes and gradients, one alternative each."""
     make = _Inputs(call, signature)
     sizes: list[Sizes] = [{}]
-    for change in (_larger, _shorter, _double):
+    for change in (_larger, _shorter, _double, _one):
         found = make.sizes(hints, change)
         sizes += [found] if found else []
         sizes += [{name: size} for name, size in found.items() if len(found) > 1]
@@ -93,11 +93,17 @@ Change = Callable[[int, bool], list[int]]
 
 
 def _larger(size: int, is_batch: bool) -> list[int]:
-    return [size + 1, 2 * size, 3 * size] if is_batch else [size + 3, 2 * size, size + 1]
+    if is_batch:
+        return [size + 1, 2 * size, 3 * size]
+    return [2 * size + 1 if size < 16 else size + 3, 2 * size, size + 1]
 
 
 def _shorter(size: int, is_batch: bool) -> list[int]:
-    return [1] if is_batch else [size - 1, size // 2]
+    return [1] if is_batch else [size // 2, size - 1]
+
+
+def _one(size: int, is_batch: bool) -> list[int]:
+    return [] if is_batch else [1]
 
 
 def _double(size: int, is_batch: bool) -> list[int]:

@@ -52,8 +52,8 @@ def test_a_pipe_says_what_was_compared() -> None:
     pipe = pipeline(Net(), (X,))
 
     assert pipe.info().check.lines() == [
-        "equal to the plain model: the example; with gradients; batch 5, sequence 9, other "
-        "values; batch 1, sequence 5, eval()"
+        "equal to the plain model: the example; with gradients; batch 5, sequence 13, other "
+        "values; batch 1, sequence 3, eval()"
     ]
     assert str(pipe).endswith(str(pipe.info().check))
     assert pipe.info().check.seconds > 0

@@ -23,6 +23,11 @@ class ChangingBuffers:
         self.names: set[str] = set()
 
 
+def _is_changed(buffer: torch.Tensor, version: int, before: torch.Tensor | None) -> bool:
+    # BatchNorm's kernel changes its statistics without counting a version: compare values, too.
+    return buffer._version != version or (before is not None and not torch.equal(buffer, before))
+
+
 class Rollback:
     """The gradients and buffers of some modules as they are now."""
 
@@ -50,8 +55,8 @@ class Rollback:
 
     def commit(self) -> None:
         """The step succeeded: remember which buffers it changed."""
-        for name, buffer, version, _ in self._buffers:
-            if buffer._version != version:
+        for name, buffer, version, before in self._buffers:
+            if name not in self._changing.names and _is_changed(buffer, version, before):
                 self._changing.names.add(name)
         self._changing.is_known = True
         self._grads, self._buffers = [], []
@@ -65,7 +70,7 @@ class Rollback:
                     grad.copy_(copy)
                 p.grad = grad
             for name, buffer, version, before in self._buffers:
-                if buffer._version == version:
+                if before is None and buffer._version == version:
                     continue
                 if before is None:
                     lost.append(name)

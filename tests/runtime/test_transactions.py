@@ -1,0 +1,261 @@
+"""A step happens as a whole or not at all, in one process, whatever stops it."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxpipe import (
+    InputError,
+    LocalGroup,
+    Microbatches,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleError,
+    ScheduleFromProgram,
+    ScheduleGPipe,
+    ScheduleZBH1,
+)
+from fxpipe.program.generators import forward_only_on, get_schedule
+
+X, Y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.norm = nn.BatchNorm1d(4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+def parts() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Part(), Part()]
+
+
+def schedule_of(modules: list[nn.Module], cls: Any = Schedule1F1B, **options: Any) -> Any:
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+    return cls(stages, 4, loss_fn=options.pop("loss_fn", F.mse_loss), **options)
+
+
+def state_of(modules: list[nn.Module]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for module in modules:
+        found += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+        found += [b.clone() for b in module.buffers()]
+    return found
+
+
+def same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
+    return all((u is None and v is None) or torch.equal(u, v) for u, v in zip(a, b, strict=True))
+
+
+class UnspeakableError(Exception):
+    """Has no text, and takes no notes."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    def add_note(self, note: str) -> None:
+        raise TypeError("no notes")
+
+
+def in_forward(modules: list[nn.Module], made: Any, error: BaseException) -> Callable[[], None]:
+    seen: list[int] = []
+
+    def hook(*_: Any) -> None:
+        seen.append(1)
+        if len(seen) == 3:
+            raise error
+
+    return modules[1].register_forward_hook(hook).remove
+
+
+def in_backward(modules: list[nn.Module], made: Any, error: BaseException) -> Callable[[], None]:
+    def hook(*_: Any) -> None:
+        raise error
+
+    return modules[0].linear.weight.register_hook(hook).remove
+
+
+def pair_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return (output - target).pow(2).sum(), output.numel()
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, pair_loss])
+@pytest.mark.parametrize("cls", [ScheduleGPipe, Schedule1F1B, ScheduleZBH1])
+@pytest.mark.parametrize("where", [in_forward, in_backward])
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, UnspeakableError])
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_failed_step_changes_nothing_and_the_next_one_runs(loss, cls, where, kind, earlier):
+    modules = parts()
+    made = schedule_of(modules, cls, loss_fn=loss)
+    twin = copy.deepcopy(modules)
+    reference = schedule_of(twin, cls, loss_fn=loss)
+    for _ in range(earlier):
+        made.step(X, target=Y)
+        reference.step(X, target=Y)
+    before = state_of(modules)
+    remove = where(modules, made, kind("bad batch"))
+
+    with pytest.raises(kind):
+        made.step(X, target=Y)
+
+    assert same(before, state_of(modules))
+    remove()
+    made.step(X, target=Y)
+    reference.step(X, target=Y)
+    assert same(state_of(twin), state_of(modules))
+
+
+def test_outputs_that_cannot_be_merged_take_the_step_back():
+    modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    made = schedule_of(modules)
+    uneven = Microbatches([torch.randn(2, n, 4) for n in (1, 2, 3, 4)])
+
+    with pytest.raises(InputError, match="cannot merge"):
+        made.step(uneven, target=uneven)
+
+    assert all(p.grad is None for m in modules for p in m.parameters())
+
+
+def test_an_iterator_that_ends_early_is_an_error_of_the_inputs():
+    def two() -> Iterator[Tensor]:
+        yield X[:2]
+        yield X[2:4]
+
+    made = schedule_of(parts())
+
+    with pytest.raises(InputError):
+        made.step(Microbatches(two()), target=Y)
+    made.step(X, target=Y)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * self.weight * scale
+
+
+@pytest.mark.parametrize("values", [(-1.0, -2.0), (0.0, -0.0), (1, True), (float("nan"), 2.0)])
+def test_values_that_look_alike_are_told_apart(values):
+    # Plans used to be found by a hash, and hash(-1.0) == hash(-2.0).
+    made = schedule_of([Scaled(), nn.Identity()])
+
+    for value in (*values, *values):
+        out = made.eval(X, scale=value)
+        assert torch.equal(torch.nan_to_num(out), torch.nan_to_num(X * value))
+
+
+def replace_parameters(modules: list[nn.Module], made: Any) -> None:
+    state = {name: value + 1 for name, value in modules[0].state_dict().items()}
+    modules[0].load_state_dict(state, assign=True)
+
+
+def replace_module(modules: list[nn.Module], made: Any) -> None:
+    modules[0] = made.stages[0].submod = Part()
+
+
+def change_shape(modules: list[nn.Module], made: Any) -> None:
+    modules[0].linear = nn.Linear(4, 6).double()
+    modules[0].norm = nn.BatchNorm1d(6).double()
+    modules[1].linear = nn.Linear(6, 4).double()
+
+
+def add_hook(modules: list[nn.Module], made: Any) -> None:
+    modules[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def freeze(modules: list[nn.Module], made: Any) -> None:
+    modules[0].requires_grad_(False)
+
+
+def evaluate(modules: list[nn.Module], made: Any) -> None:
+    for module in modules:
+        module.eval()
+
+
+@pytest.mark.parametrize(
+    "change", [replace_parameters, replace_module, change_shape, add_hook, freeze, evaluate]
+)
+def test_what_is_remembered_of_modules_is_compared_at_every_step(change):
+    modules = parts()
+    made = schedule_of(modules)
+    made.step(X, target=Y)
+    change(modules, made)
+    for module in modules:
+        module.zero_grad()
+    twin = copy.deepcopy(modules)
+
+    made.step(X, target=Y)
+
+    for x, y in zip(X.split(2), Y.split(2), strict=True):
+        (F.mse_loss(twin[1](twin[0](x)), y) / 4).backward()
+    for module, plain in zip(modules, twin, strict=True):
+        for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            if p.grad is not None:
+                assert torch.allclose(p.grad, q.grad)
+
+
+def test_a_call_inside_a_call_is_refused():
+    modules = parts()
+    made = schedule_of(modules)
+    remove = modules[0].register_forward_hook(lambda *_: made.eval(X) and None).remove
+
+    with pytest.raises(InputError, match="another call of the same schedule is not over"):
+        made.step(X, target=Y)
+    remove()
+    made.step(X, target=Y)
+
+
+def test_a_program_without_backwards_and_a_loss_are_refused():
+    placement = get_schedule("1F1B").placement(2, 2)
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(parts())]
+    made = ScheduleFromProgram(stages, forward_only_on(placement, 4), loss_fn=F.mse_loss)
+
+    with pytest.raises(ScheduleError, match="forwards only"):
+        made.step(X, target=Y)
+    assert made.eval(X).shape == X.shape
+
+
+def test_a_replaced_transfer_must_happen():
+    made = schedule_of(parts())
+    made.replace("SEND_F", lambda context: None)
+
+    with pytest.raises(InputError, match=r"did not call context.default\(\)"):
+        made.step(X, target=Y)
+
+
+class Buffered(nn.Module):
+    """Returns the same buffer for every microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.out = torch.zeros(2, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out.copy_(self.linear(x))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_stage_may_return_the_same_buffer_each_time_in_eval(place):
+    modules: list[nn.Module] = [nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
+    modules[place] = Buffered()
+    with torch.no_grad():
+        wanted = torch.cat([modules[1](modules[0](x)).clone() for x in X.split(2)])
+
+    assert torch.equal(schedule_of(modules, ScheduleGPipe).eval(X), wanted)

@@ -208,6 +208,8 @@ def plan(
     args, kwargs = named.inputs(2)
     on_meta = named.is_built_on_meta_by_default if meta is None else meta
     module = named.build(meta=on_meta)
+    if is_known and sizes is None:
+        sizes = [1, 2, 4]
     if batch_size is None:
         batch_size = _usual_batch(module, args[0].shape[1]) if is_known else 32
     chosen = {

@@ -279,8 +279,8 @@ def outline(name: str, per_rank: int, times: Sequence[float], transfer: float) -
     """The outline of a schedule for given F, I and W times of a rank and a transfer time."""
     total = math.fsum(times) or 1.0
     # Coarse, since each new combination costs two simulations.
-    shares = tuple(round(20 * time / total) / 20 for time in times)
-    return _outline(name, per_rank, shares, min(round(50 * transfer / total) / 50, 1.0))
+    shares = tuple(round(10 * time / total) / 10 for time in times)
+    return _outline(name, per_rank, shares, min(round(10 * transfer / total) / 10, 0.5))
 
 
 @lru_cache(maxsize=4096)

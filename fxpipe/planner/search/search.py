@@ -283,7 +283,7 @@ class Search:
             limits,
             rate,
             microbatches=candidate.num_microbatches,
-            tries=max(budget // self._actions(candidate), 8),
+            tries=max(budget // self._actions(candidate), 2),
         )
         return known.get(found, option)
 
@@ -340,7 +340,8 @@ class Search:
         """Cuts by time: ranks as even as possible, and stages as even as possible."""
         c = candidate
         placement = c.info.placement(c.pipeline, c.num_stages)
-        key = (c.microbatch_size, c.checkpointing, placement, c.layout)
+        leaves = c.layout.num_ranks >= self.pricing.hardware.ranks_per_node
+        key = (c.microbatch_size, c.checkpointing, placement, _inside(c.layout), leaves)
         if key not in self._cuts:
             limits = self._limits(load, placement, c.layout)
             found = [self._cut(load, placement, limits)]

@@ -27,7 +27,7 @@ __all__ = ["DEVICES", "Predictor", "Row", "read_rows"]
 
 # The part of the torchtitan benchmarks: more and slower memory, and a lower power limit, which
 # lowers the clock under load.
-_SLOWER = 0.7
+_SLOWER = 0.8
 DEVICES: Mapping[str, Hardware] = {
     **HARDWARE,
     "H100-500W": replace(

@@ -2,8 +2,8 @@
 
 Peaks, memory and links are those of the vendors' data sheets: dense rates (no structured
 sparsity), tensor or matrix cores for everything below float32. The shares that a device
-reaches are fitted to published training runs where there are some (see
-`benchmarks.published`); `_FITTED` says which.
+reaches are set to published training runs where there are some (see
+`benchmarks.published`).
 """
 
 from __future__ import annotations
@@ -44,24 +44,26 @@ LINKS: Mapping[str, Link] = MappingProxyType(
     }
 )
 
-# Shares by device. Ampere and Hopper are fitted, see docs/planner.md; the others have Hopper's,
-# which is a guess. `matmul` falls short of the peak mostly because of power.
+# Shares by device. Ampere's and Hopper's are set to published rows, see docs/planner.md; the others
+# have Hopper's, which is a guess. `matmul` falls short of the peak mostly because of power.
 _AMPERE: Mapping[str, Any] = MappingProxyType(
     {
-        "efficiency": {"matmul": 0.72, "attention": 0.55, "convolution": 0.5, "memory": 0.8},
-        "half_intensity": 80.0,
-        "intra_share": 0.75,
-        "inter_share": 0.75,
-        "jitter": 0.07,
-    }
-)
-_HOPPER: Mapping[str, Any] = MappingProxyType(
-    {
-        "efficiency": {"matmul": 0.74, "attention": 0.33, "convolution": 0.5, "memory": 0.8},
+        "efficiency": {"matmul": 0.74, "attention": 0.55, "convolution": 0.5, "memory": 0.8},
         "half_intensity": 60.0,
         "intra_share": 0.75,
         "inter_share": 0.75,
         "jitter": 0.05,
+        "error": 0.05,
+    }
+)
+_HOPPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "efficiency": {"matmul": 0.7, "attention": 0.33, "convolution": 0.5, "memory": 0.8},
+        "half_intensity": 60.0,
+        "intra_share": 0.75,
+        "inter_share": 0.75,
+        "jitter": 0.05,
+        "error": 0.2,
     }
 )
 

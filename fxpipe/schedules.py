@@ -92,9 +92,7 @@ class Schedule:
         self._stages = stage_list(stages)
         self.n_microbatches = count_microbatches(n_microbatches)
         self._hooks = Hooks({}, {}, {})
-        group = self._stages[0].group
-        self.program = self._make_program(count_ranks(group, self._stages, self.schedule_name))
-        options = Options(
+        self._options = Options(
             loss_fn=loss_fn,
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
@@ -105,12 +103,22 @@ class Schedule:
             max_unsharded=max_unsharded,
             tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )
-        if group is None and not torch.distributed.is_initialized():
-            group = LocalGroup(self.program.num_ranks)
-        self._session = Session(self._stages, group, self.program, options, self._hooks)
+        if self._has_program():
+            self._begin()
         self.loss: torch.Tensor | None = None
         self.aux_loss: torch.Tensor | None = None
         self._timeline: Timeline | None = None
+
+    def _has_program(self) -> bool:
+        """Whether the program can be made now; a class of the user's own may name it later."""
+        return True
+
+    def _begin(self) -> None:
+        group = self._stages[0].group
+        self.program = self._make_program(count_ranks(group, self._stages, self.schedule_name))
+        if group is None and not torch.distributed.is_initialized():
+            group = LocalGroup(self.program.num_ranks)
+        self._session = Session(self._stages, group, self.program, self._options, self._hooks)
 
     def step(
         self,
@@ -261,10 +269,12 @@ class PipelineScheduleSingle(Schedule):
 class PipelineScheduleMulti(Schedule):
     """Schedules with several stages per rank; see `Schedule` for the arguments.
 
-    A class of your own sets `self.pipeline_order` to one list of actions per rank, as
-    `{rank: [action, None, ...]}`, before or after this constructor: see `pipeline_order`.
-    `use_full_backward` and `backward_requires_autograd` mean nothing here.
+    A class of your own sets `self.pipeline_order = {rank: [action, None, ...]}` before or after
+    this constructor: for each rank its compute actions, as objects or as text ("0F0"), None
+    for an idle step. `use_full_backward` and `backward_requires_autograd` mean nothing here.
     """
+
+    pipeline_order: Mapping[int, Sequence[Any]] | None = None
 
     def __init__(
         self,
@@ -281,6 +291,32 @@ class PipelineScheduleMulti(Schedule):
     ) -> None:
         chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *chunking, scale_grads, **options)
+
+    def _has_program(self) -> bool:
+        is_own = not self.schedule_name and type(self) is not PipelineScheduleMulti
+        return not is_own or self.pipeline_order is not None
+
+    def __getattr__(self, name: str) -> Any:
+        # The program of a class that has set `pipeline_order` since.
+        if name in ("program", "_session") and vars(self).get("pipeline_order") is not None:
+            self._begin()
+            return vars(self)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _make_program(self, num_ranks: int) -> Program:
+        if self.schedule_name or self.pipeline_order is None:
+            return super()._make_program(num_ranks)
+        rows = [[str(a) for a in self.pipeline_order[r] if a is not None] for r in range(num_ranks)]
+        program = Program.from_csv("\n".join(map(",".join, rows)), name=type(self).__name__)
+        wanted = (num_ranks, self._stages[0].num_stages, self.n_microbatches)
+        found = (program.num_ranks, program.num_stages, program.num_microbatches)
+        if found != wanted:
+            raise ScheduleError(
+                "pipeline_order is for {} ranks, {} stages and {} microbatches, "
+                "the schedule has {}, {} and {}".format(*found, *wanted)
+            )
+        validate(program)
+        return program
 
 
 class _NamedMulti(PipelineScheduleMulti):

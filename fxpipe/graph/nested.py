@@ -93,6 +93,8 @@ def branch(value: Any) -> Branch | None:
         return _attributes(value, names)
     if kind in (collections.OrderedDict, collections.defaultdict, collections.deque):
         return _registered(value)
+    if isinstance(value, (dict, list)) and has_tensor(value):
+        return _derived(value)
     if hasattr(value, "__dict__") and has_tensor(value):
         return _attributes(value, tuple(vars(value)))
     return None
@@ -304,6 +306,25 @@ def _registered_paths(node: Any, value: Any) -> tuple[Accessor, ...]:
             case _:
                 return ()
     return tuple(accessors)
+
+
+def _derived(value: Any) -> Branch:
+    """Describe an object of a class derived from dict or list."""
+    kind: Any = type(value)
+    keys = tuple(value) if isinstance(value, dict) else tuple(range(len(value)))
+    own = {k: v for k, v in getattr(value, "__dict__", {}).items() if not has_tensor(v)}
+
+    def make(new: tuple[Any, ...]) -> Any:
+        made = kind.__new__(kind)
+        if isinstance(made, dict):
+            dict.update(made, zip(keys, new, strict=True))
+        else:
+            list.extend(made, new)
+        getattr(made, "__dict__", {}).update(own)
+        return made
+
+    children = tuple(value.values()) if isinstance(value, dict) else tuple(value)
+    return Branch(_items(keys), children, make, False)
 
 
 def _attributes(value: Any, names: tuple[str, ...]) -> Branch:

@@ -5,6 +5,7 @@ gradients for the example and for other values.
 """
 
 import copy
+import random
 import warnings
 from typing import Any
 
@@ -341,3 +342,47 @@ def test_sparse_buffers_and_scripted_leaves() -> None:
     scripted = Scripted()
     pipe = pipeline(scripted, (X,), split_spec=AT_B)
     torch.testing.assert_close(pipe(-X), scripted(-X))
+
+
+class Bunch(dict[str, torch.Tensor]):
+    pass
+
+
+class Takes(nn.Module):
+    def forward(self, parts: Any) -> Any:
+        return sum(parts.values() if isinstance(parts, dict) else parts)
+
+
+class Gives(AB):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.takes, self.random = how, Takes(), random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.a(x)
+        if self.how == "seed":
+            torch.manual_seed(5)
+        if self.how == "generator":
+            x = x + torch.randn(8, generator=torch.Generator().manual_seed(4))
+        if self.how == "random":
+            x = x * self.random.random()
+        parts = {"iterator": (t for t in (x, x)), "bunch": Bunch(x=x)}.get(self.how, [x])
+        return self.b(self.takes(parts))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("seed", "manual_seed"),
+        ("generator", "a torch.Generator of its own"),
+        ("random", "draws a random number"),
+        ("iterator", "a generator as argument"),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(how: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        pipeline(Gives(how), (X,), split_spec=AT_B)
+
+
+def test_an_object_derived_from_dict_is_made_anew() -> None:
+    same(Gives("bunch"), (X,), (-X,), spec={"takes": SplitPoint.BEGINNING})

@@ -6,7 +6,8 @@ opened code, `watched_draws` has the usual functions return a `Draw`, which know
 range: code that only asks whether it is below a rate of zero gets its answer, any
 other use is reported. Other draws show in the state of the generators.
 
-Not noticed: generators of one's own, such as `random.Random()`.
+So are draws of a `random.Random()` of one's own. Seeds that code sets, and generators that
+it makes, are refused: a stage has a generator of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
+
+from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.sandbox.patches import patched
+from fxpipe.graph.source_line import is_users, user_frame
 
 __all__ = ["Chance", "Draw", "watched_draws"]
 
@@ -99,8 +104,17 @@ def _states() -> tuple[Any, ...]:
     return (random.getstate(), keys.tobytes(), *rest)
 
 
+_SEEDS: tuple[tuple[Any, str], ...] = (
+    (torch, "manual_seed"), (torch, "seed"), (torch, "set_rng_state"), (torch.random, "fork_rng"),
+    (torch.random, "manual_seed"), (torch.random, "set_rng_state"), (torch.cuda, "manual_seed"),
+    (torch.cuda, "manual_seed_all"),
+)  # fmt: skip
+
+
 @contextmanager
-def watched_draws(is_opened: Callable[[], bool], report: Report) -> Iterator[None]:
+def watched_draws(
+    is_opened: Callable[[], bool], report: Report, refuse: Callable[[str], None]
+) -> Iterator[None]:
     """Have the plain functions for numbers return a `Draw` to opened code, until exit."""
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,8 +129,30 @@ def watched_draws(is_opened: Callable[[], bool], report: Report) -> Iterator[Non
 
         return draw
 
+    def own(original: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(self: Any, *args: Any) -> Any:
+            if is_opened():
+                report()
+            return original(self, *args)
+
+        return draw
+
+    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if is_opened() and is_users(sys._getframe(1).f_code.co_filename):
+                refuse(an_effect(name, user_frame()))
+            return original(*args, **kwargs)
+
+        return seed
+
     numpy: Any = sys.modules.get("numpy")
     with ExitStack() as stack:
+        for name in ("random", "getrandbits"):
+            method = own(getattr(random.Random, name))
+            stack.enter_context(patched(random.Random, name, method))
+        for place, name in _SEEDS:
+            method = seeding(getattr(place, name), name)
+            stack.enter_context(patched(place, name, method))
         for place in [random] if numpy is None else [random, numpy.random]:
             for name in ("random", "uniform", "rand"):
                 if hasattr(place, name):

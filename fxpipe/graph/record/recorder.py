@@ -109,6 +109,12 @@ class Trace(TorchFunctionMode):
         self._left: dict[tuple[int, str], set[str]] = {}
         self.tape = Tape(self._name_of_state, state.real_of)
         self.tape.describe = self._describe
+        self.tape.generators = frozenset(
+            id(value)
+            for part in module.modules()
+            for value in vars(part).values()
+            if isinstance(value, torch.Generator)
+        )
 
     # -- what torch and the model tell us
 

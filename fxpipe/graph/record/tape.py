@@ -16,13 +16,16 @@ view, taken again after the change", so that a cut between the two stays right.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import types
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.facts import Facts, NodeFacts
 from fxpipe.graph.nested import (
     SYMBOLIC,
@@ -44,7 +47,9 @@ from fxpipe.graph.record.graph_calls import (
     after,
     overwrite,
 )
+from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.record.python_random import Draw
+from fxpipe.graph.source_line import user_frame
 
 __all__ = [
     "STAGE_DEVICE",
@@ -110,6 +115,7 @@ class Tape:
         self._changes: dict[int, list[fx.Node]] = {}
         self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
         self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
+        self.generators: frozenset[int] = frozenset()  # those that modules keep
         self.trace_devices: frozenset[torch.device] = frozenset()
         self.describe: Callable[[], NodeFacts] = NodeFacts
 
@@ -233,6 +239,11 @@ class Tape:
             isinstance(value, type) and value.__module__ == "builtins"
         ):
             return value
+        if isinstance(value, Iterator) or _holds_fake(value):
+            raise TraceError(an_effect(f"a {type(value).__name__} as argument", user_frame()))
+        made_here = isinstance(value, torch.Generator) and id(value) not in self.generators
+        if made_here:
+            raise TraceError(an_effect("a torch.Generator of its own", user_frame()))
         node = self.write("call_function", Constant(value), (), {})
         self.values[node] = value
         if any(True for _ in mutable_parts(value)):
@@ -406,6 +417,27 @@ def symbolic(value: Any) -> Any:
             return int(expr)
         return float(expr) if isinstance(value, torch.SymFloat) else bool(expr)
     return expr
+
+
+def _holds_fake(value: Any, depth: int = 0) -> bool:
+    """Say whether a tensor of the trace is inside a value that is taken for a constant."""
+    if isinstance(value, FakeTensor):
+        return True
+    if depth > 3 or isinstance(value, (nn.Module, type, types.ModuleType, str)):
+        return False
+    inner: list[Any] = []
+    if isinstance(value, Mapping):
+        inner += value.values()
+    if isinstance(value, (tuple, list, set, frozenset, ValuesView, ItemsView)):
+        inner += value
+    if isinstance(value, functools.partial):
+        inner += [*value.args, *value.keywords.values()]
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            inner.append(getattr(value, name, None))
+    inner += getattr(value, "__dict__", {}).values()
+    return any(_holds_fake(part, depth + 1) for part in inner[:200])
 
 
 def _part(value: Any, accessor: Accessor) -> Any:

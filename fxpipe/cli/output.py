@@ -74,14 +74,18 @@ def print_error(error: BaseException) -> None:
 
 def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """A table; a column whose name ends with `#` is aligned to the right."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     # A shape such as [batch, 8] would be read as markup, and vanish.
-    table = Table(title=Text(title) if title else None, title_justify="left", header_style="bold")
+    heading = Text(title) if title else None
+    table = Table(title=heading, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
     for column in columns:
-        is_number = column.endswith("#")
-        table.add_column(column.removesuffix("#"), justify="right" if is_number else "left")
+        justify: Any = "right" if column.endswith("#") else "left"
+        # Folded, not cut: on a narrow terminal nothing is lost.
+        table.add_column(column.removesuffix("#"), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
     return table

@@ -112,6 +112,7 @@ def simulate(
         out().print(TimelineView(timeline, title=program_title(program)))
     else:
         out().print(_table(results))
+        out().print(_KEY)
     for path in pictures:
         typer.echo(f"wrote {path}")
 
@@ -120,6 +121,12 @@ simulate_examples = examples(
     "fxpipe simulate 1F1B --ranks 4 --microbatches 8",
     "fxpipe simulate --all -p 8 -m 32 --input 1.4 --weight 0.6 --memory 8 --json",
     "fxpipe simulate mine.csv --forward 1,1,1,2 --out mine.svg",
+)
+
+
+_KEY = (
+    "idle: share of all time without compute; later: of the worst rank, between its first and "
+    "last action; memory: peak, in microbatches of a rank's share"
 )
 
 
@@ -150,7 +157,7 @@ def _compare_all(
     if as_json:
         print_json([asdict(row) for row in comparison.rows])
         return
-    columns = ("schedule", "stages per rank#", "time#", "idle#", "idle once started#")
+    columns = ("schedule", "stages#", "time#", "idle#", "later#", "memory#", "sends#")
     rows = [
         (
             row.schedule,
@@ -160,12 +167,13 @@ def _compare_all(
             f"{row.idle_in_span:.1%}",
             f"{row.peak_memory:.4g}",
             row.num_messages,
-            "" if row.fits else "does not fit",
+            *(() if memory is None else ("" if row.fits else "does not fit",)),
         )
         for row in comparison.rows
     ]
     title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
-    out().print(make_table(title, (*columns, "peak memory#", "messages#", ""), rows))
+    out().print(make_table(title, columns if memory is None else (*columns, ""), rows))
+    out().print(_KEY)
 
 
 def _costs(
@@ -222,13 +230,12 @@ def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
 
 
 def _table(results: list[tuple[Program, Timeline]]) -> Any:
+    from fxpipe.viz.timeline import program_title
+
     best = min(timeline.makespan for _, timeline in results)
     rows = [
         (
-            program.name or "program",
-            program.num_ranks,
-            program.num_stages,
-            program.num_microbatches,
+            program_title(program),
             f"{timeline.makespan:.4g}",
             f"{timeline.makespan / best:.3f}" if best else "-",
             f"{timeline.idle:.1%}",
@@ -237,8 +244,8 @@ def _table(results: list[tuple[Program, Timeline]]) -> Any:
         )
         for program, timeline in results
     ]
-    columns = ("schedule", "ranks#", "stages#", "microbatches#", "time#", "to best#", "idle#")
-    return make_table("", (*columns, "idle once started#", "peak memory#"), rows)
+    columns = ("schedule", "time#", "ratio#", "idle#", "later#", "memory#")
+    return make_table("", columns, rows)
 
 
 def _json(program: Program, timeline: Timeline) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +173,29 @@ def test_every_option_is_explained() -> None:
         silent += [f"{name} {p.name}" for p in command.params if not getattr(p, "help", "")]
 
     assert silent == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["trace gpt --stages 2", "simulate --all -p 2", "simulate 1F1B GPipe -p 2", "schedule list"],
+)
+def test_tables_fit_a_terminal_of_sixty_columns_and_lose_nothing(arguments: str) -> None:
+    result = CliRunner().invoke(app, arguments.split(), env={"COLUMNS": "60"})
+
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= 60
+    words = fxpipe(*arguments.split()).split()
+    letters = "".join(result.stdout.split())
+    assert [word for word in words if len(word) < 8 and word not in letters] == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["draw gpt --stages 2 --out", "simulate 1F1B --out", "report --ranks 2 --out"],
+)
+def test_output_that_cannot_be_written_is_one_message(arguments: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    message = fails(*arguments.split(), str(tmp_path / "file" / "a.html"))
+
+    assert "cannot write" in message

@@ -173,9 +173,6 @@ class Session:
             key = self._key_of(call)
         except BaseException as error:
             problem = error
-        if not self._number:
-            plan, records = self._make_plan(call, chunks, problem, key, control)
-            return plan, call, chunks, records
         vectors = control.exchange([problem is not None, key, self.records_spans])
         if any(v[0] for v in vectors):
             told = None if problem is None else described(problem)
@@ -183,7 +180,7 @@ class Session:
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
         if found is None:
-            found, _ = self._make_plan(call, chunks, None, key, control)
+            found = self._make_plan(call, chunks, None, key, control)
         self._plans.move_to_end(keys)
         return found, call, chunks, records
 
@@ -194,7 +191,7 @@ class Session:
         problem: BaseException | None,
         key: int,
         control: Control,
-    ) -> tuple[StepPlan, bool]:
+    ) -> StepPlan:
         """Make a plan together, and remember it under every rank's key."""
         maker = PlanMaker(
             self.stages,
@@ -218,7 +215,6 @@ class Session:
                 "problem": None if problem is None else described(problem),
                 "key": key,
                 "pipeline": maker.pipeline_facts(),
-                "records": self.records_spans,
                 "ties": self._state.epoch != self._tied_epoch,
                 "brief": brief,
             }
@@ -242,7 +238,7 @@ class Session:
             if isinstance(control, GroupControl):
                 control.schedules += 1
                 self._number = control.schedules
-        return plan, any(one["records"] for one in said)
+        return plan
 
     def _connect(self, control: Control, maker: PlanMaker) -> None:
         if self._transports:

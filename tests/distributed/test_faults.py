@@ -177,6 +177,11 @@ def calls_differ(rank: int) -> None:
     with pytest.raises(InputError, match=r"rank 0 calls step\(\), rank 1 calls eval\(\)"):
         (made.eval if rank else made.step)(rand(8, 8), target=rand(8, 8))
     made.step(rand(8, 8), target=rand(8, 8))
+    text = r"rank 0 calls clip_grad_norm_\(\), rank 1 calls step\(\)"
+    with pytest.raises(InputError, match=text):
+        made.step(rand(8, 8), target=rand(8, 8)) if rank else made.clip_grad_norm_(1.0)
+    made.record_timeline(rank == 0)  # on one rank only: its own business
+    made.step(rand(8, 8), target=rand(8, 8))
 
 
 def test_step_on_one_rank_and_eval_on_another_is_refused() -> None:

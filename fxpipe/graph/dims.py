@@ -108,7 +108,9 @@ _RELATIONS: dict[type[sympy.Basic], str] = {
 def _write(expr: Any, name: Callable[[str], str]) -> str:
     if isinstance(expr, sympy.Symbol):
         return name(expr.name)
-    if isinstance(expr, (sympy.Integer, sympy.Float)) or expr in (sympy.true, sympy.false):
+    if isinstance(expr, sympy.Float):
+        return repr(float(expr))  # all digits: sympy writes fifteen
+    if isinstance(expr, sympy.Integer) or expr in (sympy.true, sympy.false):
         return str(expr)
     if isinstance(expr, sympy.Add):
         first, *rest = expr.as_ordered_terms()

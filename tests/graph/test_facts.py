@@ -39,7 +39,11 @@ class Everything(nn.Module):
         return {"x": x.to(self.first.weight.dtype), "count": self.count + 0}
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: path.name)
+PACKAGES = ("graph", "planner", "runtime", "viz")
+MODULES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
 def test_no_module_writes_on_the_nodes(path):
     assert ".meta" not in path.read_text().replace(".metadata", "")
 

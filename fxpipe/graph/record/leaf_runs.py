@@ -1,10 +1,11 @@
 """Learn what a leaf module returns, running equal leaves only once.
 
 A leaf stays one call in the graph; all the trace needs is its output's structure
-and sizes. Two leaves are equal if they have the same class, the same shapes of
-parameters and buffers, the same plain attributes (a layer's own index aside) and
-get the same kind of arguments: then the outputs look alike, and the second leaf
-does not run. Code that may call `pipe_split()` always runs.
+and sizes. It runs on fake tensors whose sizes are symbols, so its sizes are formulas
+that hold under the conditions that it met on the way. Two leaves are equal if they have
+the same class, the same shapes of parameters and buffers, the same plain attributes (a
+layer's own index aside) and get the same kind of arguments: then the outputs look alike,
+and the second leaf does not run. Code that may call `pipe_split()` always runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import (
@@ -30,7 +30,7 @@ from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, contents, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
-from fxpipe.graph.record.torch_functions import INSISTENT
+from fxpipe.graph.record.torch_functions import INSISTENT, clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
@@ -98,10 +98,21 @@ class LeafRuns:
         known = self._outcomes[key]
         return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
 
+    def run_inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a function inside a leaf returns; most follow symbolic sizes."""
+        name = getattr(func, "__name__", "")
+        if any(word in name for word in INSISTENT) and "conv" not in name:
+            touched = self._touched
+            found = self.run_function(func, args, kwargs)
+            self._touched = touched
+            if found:
+                return found[0]
+        return func(*args, **kwargs)
+
     def run_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         """Return what a function returns, in a list, by running it at plain sizes."""
         try:
-            outcome = self._run_sized(None, func, args, kwargs)
+            outcome = self._run_sized(func, args, kwargs)
         except Exception:
             return []
         return [] if outcome is None or outcome.changed else [outcome.output]
@@ -129,10 +140,8 @@ class LeafRuns:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         try:
-            found = self._run_sized(module, call, args, kwargs)
-            if found is None:
-                with preserved(module):
-                    found = self._run_as_is(call, args, kwargs)
+            with preserved(module):
+                found = self._run_as_is(call, args, kwargs)
             if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
                 return found
         except Exception as error:
@@ -174,9 +183,7 @@ class LeafRuns:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def _run_sized(
-        self, module: nn.Module | None, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> LeafOutcome | None:
+    def _run_sized(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome | None:
         """Run at two sets of plain sizes; None if that does not tell the output's sizes."""
         env = self._mode.shape_env
         assert env is not None
@@ -188,43 +195,13 @@ class LeafRuns:
 
         def run_at(values: Values) -> Any:
             nonlocal first
-            kept = preserved(module) if module is not None else contextlib.nullcontext()
-            with kept, _cached(self._mode):
+            with _cached(self._mode):
                 outcome = self._run_as_is(call, *_at_sizes((args, kwargs), env, values))
             first = first or outcome
             return outcome.output
 
         found = learn_sizes(self._mode, hints, known, run_at)
-        if not found and module is not None:
-            free = self._without_fixed(hints, run_at)
-            if free:
-                known = exprs_in((args, kwargs), env)
-                found = learn_sizes(self._mode, free, known, run_at)
-        assert first is not None
-        return dataclasses.replace(first, output=found[0]) if found else None
-
-    def _without_fixed(self, hints: Values, run_at: Callable[[Values], Any]) -> Values:
-        """Fix the sizes that a leaf takes at no other value; return the others, if that helps."""
-        env = self._mode.shape_env
-        assert env is not None
-
-        def takes(values: Values) -> bool:
-            try:
-                run_at({**hints, **values})
-            except Exception:
-                return False
-            return True
-
-        fixed = {
-            symbol: hint
-            for symbol, hint in hints.items()
-            if not any(takes({symbol: size}) for size in _other_sizes(hint))
-        }
-        if not fixed or any(takes({s: h * times for s, h in fixed.items()}) for times in (2, 3)):
-            return {}  # none, or some that may only change together
-        for symbol, hint in fixed.items():
-            env.evaluate_expr(sympy.Eq(symbol, hint))
-        return {symbol: hint for symbol, hint in hints.items() if symbol not in fixed}
+        return dataclasses.replace(first, output=found[0]) if found and first else None
 
     def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -297,10 +274,6 @@ def _memory(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse
         return id(tensor)
-
-
-def _other_sizes(hint: int) -> list[int]:
-    return [2 * hint, hint + 1, *([hint // 2, hint - 1] if hint > 3 else [])]
 
 
 def _is_opaque(value: Any) -> bool:
@@ -482,7 +455,7 @@ def run_operation(
             found = leaves.run_function(func, args, kwargs)
             if found:
                 return found[0]
-        return func(*args, **kwargs)
+        return func(*clamped_slices(func, args), **kwargs)
     except Exception as error:
         if isinstance(error, DATA_DEPENDENT) and not real:
             raise ValueDecidesError(explain()) from None

@@ -54,6 +54,7 @@ from fxpipe.graph.record.state_writes import StateWatch, carried_state
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
+    clamped_slices,
     effect_of,
     is_metadata,
     plain_tuples,
@@ -134,7 +135,7 @@ class Trace(TorchFunctionMode):
         if self._leaf_stack:
             self._leaves.touch((*args, *kwargs.values()))
             self._leaves.draws |= is_draw(func, args, kwargs)
-            output = func(*args, **kwargs)
+            output = self._leaves.run_inside(func, clamped_slices(func, args), kwargs)
         else:
             output = self._operation(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)

@@ -20,6 +20,7 @@ from fxpipe.graph.nested import has_tensor
 __all__ = [
     "INSISTENT",
     "as_node",
+    "clamped_slices",
     "effect_of",
     "is_metadata",
     "plain_tuples",
@@ -128,6 +129,53 @@ def stacked_indices(func: Any, args: Any, stack: Callable[[Any], Any]) -> Any:
         return args
     made = tuple(stack(part) if _is_list_of_tensors(part) else part for part in parts)
     return (tensor, made if type(index) is tuple else made[0], *rest)
+
+
+def clamped_slices(func: Any, args: Any) -> Any:
+    """Return the arguments of a call; `x[:, :8]` ends at the smaller of 8 and the size.
+
+    A plain slice does so by itself, but tells nobody: torch takes the answer for the example
+    as the answer for all sizes.
+    """
+    if getattr(func, "__name__", "") != "__getitem__" or len(args) != 2:
+        return args
+    tensor, index = args
+    parts = index if type(index) is tuple else (index,)
+    if not any(_has_number(part) for part in parts if isinstance(part, slice)):
+        return args
+    made: list[Any] = []
+    dim = 0
+    for place, part in enumerate(parts):
+        if part is Ellipsis:
+            used = sum(later is not None for later in parts[place + 1 :])
+            dim = tensor.dim() - used
+        elif part is not None:
+            if type(part) not in (int, slice):
+                return args  # a mask may take more than one dimension
+            if isinstance(part, slice):
+                part = _clamped(part, tensor.shape[dim])
+            dim += 1
+        made.append(part)
+    return (tensor, tuple(made) if type(index) is tuple else made[0])
+
+
+def _has_number(part: slice) -> bool:
+    return part.step in (None, 1) and any(type(end) is int for end in (part.start, part.stop))
+
+
+def _clamped(part: slice, size: Any) -> slice:
+    if not isinstance(size, torch.SymInt) or not _has_number(part):
+        return part
+
+    smaller: Any = torch.sym_min
+    larger: Any = torch.sym_max
+
+    def end(value: Any) -> Any:
+        if type(value) is not int:
+            return value
+        return larger(size + value, 0) if value < 0 else smaller(value, size)
+
+    return slice(end(part.start), end(part.stop))
 
 
 def _is_list_of_tensors(value: Any) -> bool:

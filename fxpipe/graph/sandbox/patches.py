@@ -244,6 +244,9 @@ def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> C
             # `if size` only asks whether it is zero.
             is_number = original.__name__ == "__bool__" and not isinstance(self, torch.SymBool)
             asked = self != 0 if is_number else self
+            if original.__name__ == "__int__" and isinstance(self, torch.SymFloat):
+                whole: Any = torch.sym_int
+                asked = whole(self)
             if not isinstance(asked, bool):
                 seer.on_decision(asked)
         return original(self)

@@ -1,13 +1,12 @@
 """Write output sizes in terms of input sizes, from runs at a few sets of sizes.
 
-A leaf is opaque: nobody needs to follow symbols through it, which is slow and makes
-torch insist on sizes that the leaf does not care about. It is run at the example
-sizes and once more with every symbol at another size. An output dimension is then
-a number, an input size or a product of two, whichever fits both runs. For a
-dimension that fits none of these (a convolution's, say) more runs decide between
-rules like `s//2`, each at the sizes for which the rules that are left disagree most;
-if none is left, `learn_sizes` gives up and the caller has to follow the symbols
-after all.
+For what cannot be followed with symbols: functions such as poolings, for which torch
+insists on sizes that do not matter to them, and code that runs on made-up real tensors
+because it looks at values. It runs at the example sizes and once more with every symbol
+at another size. An output dimension is then a number, an input size or a product of two,
+whichever fits both runs. For a dimension that fits none of these more runs decide between
+rules like `s//2`, each at the sizes for which the rules that are left disagree most; if
+none is left, `learn_sizes` gives up.
 """
 
 from __future__ import annotations

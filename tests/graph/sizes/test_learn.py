@@ -33,7 +33,7 @@ class Divisible(nn.Module):
 
 
 LEAVES = {
-    "stride": (nn.Conv1d(2, 2, 3, stride=2, padding=1), "((length + 1)//2)"),
+    "stride": (nn.Conv1d(2, 2, 3, stride=2, padding=1), "((length - 1)//2) + 1"),
     "dilated": (nn.Conv1d(2, 2, 3, dilation=4), "length - 8"),
     "ceiling": (nn.MaxPool1d(3, stride=3, ceil_mode=True), "((length + 2)//3)"),
     "transposed": (nn.ConvTranspose1d(2, 2, 4, stride=2), "2*length + 2"),
@@ -74,7 +74,50 @@ def test_a_strided_chain_over_audio() -> None:
 
     pipe = split(leaf, 1600)
 
-    assert str(pipe.interfaces[0].sent[0].port.spec) == "float32[batch, 2, ((length - 80)//320)]"
+    assert str(pipe.interfaces[0].sent[0].port.spec) == (
+        "float32[batch, 2, (((((length//80) - 3)//2) - 1)//2) + 1]"
+    )
+
+
+class Crop(nn.Module):
+    def __init__(self, crop: slice) -> None:
+        super().__init__()
+        self.crop = crop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., self.crop]
+
+
+@pytest.mark.parametrize("crop", [slice(8), slice(-8, None), slice(2, 6), slice(1, -1)], ids=str)
+@pytest.mark.parametrize("length", [6, 12])
+def test_a_slice_ends_where_the_tensor_does(crop: slice, length: int) -> None:
+    # Runs at the example's size and larger ones used to say that `x[:8]` always has 8.
+    pipe = split(Crop(crop), length)
+
+    spec = pipe.interfaces[0].sent[0].port.spec
+    for other in range(2, 20):
+        x = torch.randn(3, 2, other)
+        assert spec.bind(pipe.bind_inputs((x,))).shape == tuple(x[..., crop].shape)
+
+
+class Part(nn.Module):
+    """Takes a part of its input that is computed as a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(x[..., : int(x.shape[-1] ** 0.5) + int(x.shape[-1] * (1 / 3))])
+
+
+def test_the_example_fits_the_conditions_of_its_own_trace() -> None:
+    # Fifteen digits of a float are not the float.
+    x = torch.randn(2, 2, 6)
+
+    pipe = pipeline(Part(), (x,), split_spec={"end": SplitPoint.BEGINNING})
+
+    torch.testing.assert_close(pipe(x), Part()(x))
 
 
 def test_the_skips_of_a_unet() -> None:

@@ -12,12 +12,13 @@ JOBS   ?= 2
 SETUP  := PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) bash scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full bench clean
+.PHONY: help setup demo check test test-full test-clients bench clean
 
 help:
 	@echo "make demo       train a small GPT on two processes, beside the plain model"
 	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
+	@echo "make test-clients  torchtitan over fxpipe, in an environment of its own"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
 
 setup: $(READY)
@@ -39,13 +40,24 @@ check: $(READY)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not full and not gpu and not clients"
 
 test-full: check
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not clients"
+
+# torchtitan asks for any torch and would bring another one: its needs are named here.
+CLIENTS := .venv-clients
+$(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(CLIENTS) TORCH=$(TORCH) bash scripts/setup.sh test
+	$(CLIENTS)/bin/python -m pip install --quiet triton datasets tyro einops tensorboard
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps torchtitan==0.2.2 torchdata
+	@touch $(CLIENTS)/.ready
+
+test-clients: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/python -m pytest -m clients
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) build dist out site .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist out site .mypy_cache .ruff_cache .hypothesis

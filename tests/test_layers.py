@@ -33,6 +33,7 @@ ALLOWED = {
     "runtime": MATTER,
     "stage": MATTER | {"planner", "viz", "runtime"},
     "schedules": MATTER | {"planner", "viz", "runtime", "stage"},
+    "compat": MATTER | {"runtime", "stage", "schedules"},
     "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
     "__main__": {"cli"},
 }

@@ -121,6 +121,7 @@ class StepRun:
         else:
             if stash is not None:
                 stash.restore(scale)
+                self.step.restore(scale)
                 self.session.sums_weights = scale is not None
             rollback.commit()
         finally:
@@ -322,9 +323,7 @@ class StepRun:
 
     def _make_whole(self, scale: float | None) -> None:
         if self.plan.tied:
-            for phase in ("send", "sum", "take"):
-                for rank, transport in self.transports.items():
-                    ties.reduce(self.plan.tied, rank, transport, phase)
+            ties.add_up(self.plan.tied, self.transports)
             for transport in self.transports.values():
                 transport.finish()
         if self.plan.shared:

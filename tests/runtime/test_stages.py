@@ -422,3 +422,40 @@ def test_wrong_arguments_are_named() -> None:
 class _Masked(Block):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(x) if mask is None else super().forward(x) * mask
+
+
+class WeightedLoss(nn.Module):
+    """A masked sum with a parameter of its own, and one of the model's."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        self.shared = shared
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        mask = target.detach() > 0
+        error = (output * self.scale - target).pow(2) + self.shared.sum()
+        return (error * mask).sum(), mask.sum()
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_a_weighted_loss_scales_whatever_has_a_gradient(schedule: str) -> None:
+    # The loss's own parameter and the target got the gradient of the sum, not of the mean.
+    modules = [Block().double() for _ in range(3)]
+    loss = WeightedLoss(modules[0].linear.weight)
+    y = Y.clone().requires_grad_()
+    made = schedule_for(modules, schedule, loss_fn=loss)
+    leaves = [loss.scale, y, *(p for module in modules for p in module.parameters())]
+    for leaf in leaves:
+        leaf.grad = torch.ones_like(leaf)
+
+    made.step(X, target=y)
+
+    found = [leaf.grad for leaf in leaves]
+    h = X
+    for module in modules:
+        h = module(h)
+    total, weight = loss(h, y)
+    wanted = torch.autograd.grad(total / weight, leaves)
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b + 1, "gradient")

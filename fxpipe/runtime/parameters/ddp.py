@@ -55,7 +55,7 @@ class DdpSync:
         self._replicas = Replicas([module.process_group for module in modules])
         self._averaged: list[DistributedDataParallel] = []
         self._parameters: list[list[nn.Parameter]] = []
-        self._earlier: MutableMapping[nn.Parameter, torch.Tensor] = {}
+        self._earlier: MutableMapping[torch.Tensor, torch.Tensor] = {}
         self._open: list[_Bucket] = []
         self._silence()
 
@@ -68,7 +68,7 @@ class DdpSync:
         self._replicas.owes = reductions
 
     def begin(
-        self, seconds: float, earlier: MutableMapping[nn.Parameter, torch.Tensor] | None = None
+        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         self._earlier = {} if earlier is None else earlier
         self._before = [module.require_backward_grad_sync for module in self._modules]

@@ -37,7 +37,7 @@ class FsdpSync:
         self._replicas.owes = unshards + reductions
 
     def begin(
-        self, seconds: float, earlier: MutableMapping[nn.Parameter, torch.Tensor] | None = None
+        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         self._reduced = False
         self._replicas.begin(seconds)

@@ -32,7 +32,7 @@ class GradSync(Protocol):
         """How often `unshard` and `reduce` come in a step."""
 
     def begin(
-        self, seconds: float, earlier: MutableMapping[nn.Parameter, torch.Tensor] | None = None
+        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
         """Before the first action of a training step, which may wait for so long.
 
@@ -69,7 +69,7 @@ class NoSync:
     def expect(self, unshards: int, reductions: int) -> None: ...
 
     def begin(
-        self, seconds: float, earlier: MutableMapping[nn.Parameter, torch.Tensor] | None = None
+        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
     ) -> None: ...
 
     def unshard(self) -> None: ...

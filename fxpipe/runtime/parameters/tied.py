@@ -23,11 +23,11 @@ __all__ = [
     "GradStash",
     "TiedGroup",
     "TiedLocations",
+    "add_up",
     "broadcast",
     "find_tied",
     "local",
     "plain_name",
-    "reduce",
 ]
 
 
@@ -76,6 +76,8 @@ def find_tied(
         if len(modules) == len(stage_to_rank):  # all ranks live here
             ranks = {rank: None for rank in ranks if rank in held}
         groups.append(TiedGroup(name, tuple(ranks), {r: tuple(p) for r, p in held.items()}))
+    if len(modules) < len(stage_to_rank):
+        return groups  # the same on every rank, also where none of the copies is
     return [g for g in groups if len(g.ranks) > 1 or sum(map(len, g.parameters.values())) > 1]
 
 
@@ -97,19 +99,25 @@ def broadcast(groups: Sequence[TiedGroup], rank: int, transport: Transport) -> N
                 local(copy).copy_(local(mine[0]))
 
 
-def reduce(groups: Sequence[TiedGroup], rank: int, transport: Transport, phase: str) -> None:
-    """Add up the gradients of each shared parameter: phases "send", "sum", "take".
+def add_up(groups: Sequence[TiedGroup], transports: Mapping[int, Transport]) -> None:
+    """Give every copy of each shared parameter the sum of all copies' gradients.
 
-    Three calls on every rank, so that all ranks of one process can take turns.
+    `transports` are those of the ranks of this process. All ranks walk the groups in one
+    order, and finish one before the next: the copies' ranks send, the owner adds up and
+    sends back. Ranks that sent for all groups first could wait for each other, since
+    two ranks may own a group each and a send need not return before it is received.
     """
     for group in groups:
-        mine = group.parameters.get(rank, ())
-        if not mine or not any(p.requires_grad for p in mine):
+        held = [rank for rank in group.ranks if rank in transports and group.parameters.get(rank)]
+        copies = {rank: group.parameters[rank] for rank in held}
+        is_whole = len(group.ranks) == 1 and all(len(some) == 1 for some in copies.values())
+        if is_whole or not any(p.requires_grad for some in copies.values() for p in some):
             continue
-        is_owner = rank == group.owner
-        if phase == "send" and not is_owner:
-            transport.send(group.owner, [_sum(mine)])
-        elif phase == "sum" and is_owner:
+        for rank in held:
+            if rank != group.owner:
+                transports[rank].send(group.owner, [_sum(copies[rank])])
+        if group.owner in copies:
+            mine, transport = copies[group.owner], transports[group.owner]
             total = _sum(mine)
             shapes = [(tuple(total.shape), total.dtype)]
             for peer in group.ranks[1:]:
@@ -117,10 +125,12 @@ def reduce(groups: Sequence[TiedGroup], rank: int, transport: Transport, phase: 
             for peer in group.ranks[1:]:
                 transport.send(peer, [total])
             _give(mine, total)
-        elif phase == "take" and not is_owner:
-            like = local(mine[0])
-            shapes = [(tuple(like.shape), like.dtype)]
-            _give(mine, transport.recv(group.owner, shapes, like.device).wait()[0])
+        for rank in held:
+            if rank != group.owner:
+                like = local(copies[rank][0])
+                shapes = [(tuple(like.shape), like.dtype)]
+                found = transports[rank].recv(group.owner, shapes, like.device).wait()[0]
+                _give(copies[rank], found)
 
 
 class GradStash:
@@ -129,7 +139,7 @@ class GradStash:
     `earlier` holds them. Who averages them puts the average there, as a new tensor.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list({id(p): p for p in parameters}.values())
         self._before = [p.grad for p in self._parameters]
         pairs = zip(self._parameters, self._before, strict=True)
@@ -141,6 +151,10 @@ class GradStash:
     def ids(self) -> set[int]:
         """What `id` gives for the parameters."""
         return {id(p) for p in self._parameters}
+
+    @property
+    def leaves(self) -> Sequence[torch.Tensor]:
+        return self._parameters
 
     def undo(self) -> None:
         """Forget the step's own gradients: what was there before is there again."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError
 
-__all__ = ["AuxLosses", "LossTerm", "aux_loss", "collect_aux_losses", "loss_term"]
+__all__ = ["AuxLosses", "LossTerm", "aux_loss", "collect_aux_losses", "loss_term", "own_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,27 @@ def _scalar(found: Any) -> torch.Tensor:
             f"loss_fn must return a scalar tensor or a pair (sum, weight), but returned {got}"
         )
     return found.reshape(())
+
+
+def own_leaves(total: torch.Tensor, output: Any) -> list[torch.Tensor]:
+    """What gets a gradient of the loss, but not through the model's output.
+
+    For example the parameters of a loss that is a module, or a target that requires a gradient.
+    """
+    seen: set[Any] = {None}
+    seen |= {t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
+    found: dict[int, torch.Tensor] = {}
+    waiting = [total.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        waiting += [following for following, _ in node.next_functions]  # type: ignore[union-attr]
+    return list(found.values())
 
 
 @dataclass(slots=True)

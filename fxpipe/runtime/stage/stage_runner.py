@@ -27,7 +27,7 @@ from fxpipe.runtime.stage.backward import (
     receive,
 )
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
-from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term
+from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import StepData
 
@@ -96,10 +96,13 @@ class StageRunner:
     ) -> None:
         """Take the inputs of a step; one entry per microbatch."""
         self._step, self._wiring, self._args, self._kwargs = step, wiring, args, kwargs
+        step.modules.append(self.module)
 
     def clear(self) -> None:
         self._residuals.clear()
         self._deferred.clear()
+        if self._step is not None:
+            self._step.undo()  # what a step that succeeded has put back already
         self._step = None
         self._args = self._kwargs = ()
 
@@ -173,6 +176,9 @@ class StageRunner:
             step.loss_fn, output, step.targets[microbatch], step.loss_kwargs[microbatch]
         )
         step.losses[microbatch] = term
+        if step.is_training and term.weight is not None:
+            # These are divided by the weight of the batch once it is known, as parameters are.
+            step.put_aside(own_leaves(term.total, output))
         return term
 
     def _outgoing(self, wiring: Wiring, output: Any) -> Tensors:

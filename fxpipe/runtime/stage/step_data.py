@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.parameters.tied import GradStash
 from fxpipe.runtime.stage.loss import LossTerm
 
 __all__ = ["PAIR_AND_AUX", "StepData"]
@@ -30,6 +32,8 @@ class StepData:
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, LossTerm] = field(default_factory=dict)
     aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    _asides: list[GradStash] = field(default_factory=list)
     _seeds: dict[tuple[float, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def seed(self, microbatch: int, term: torch.Tensor, *, is_aux: bool) -> torch.Tensor:
@@ -40,6 +44,27 @@ class StepData:
                 raise InputError(PAIR_AND_AUX)
             return self._seed(1.0, term)
         return self._seed(self.weights[microbatch], term)
+
+    def put_aside(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Tell what this step adds to these gradients apart from what is there."""
+        known = {id(leaf) for aside in self._asides for leaf in aside.leaves}
+        if len(known) < len(leaves):  # the stages' own parameters are put aside already
+            known |= {id(p) for module in self.modules for p in module.parameters()}
+        new = [leaf for leaf in leaves if id(leaf) not in known]
+        if new:
+            self._asides.append(GradStash(new))
+
+    def restore(self, scale: float | None) -> None:
+        """The step succeeded: add what it has added, times `scale`."""
+        for aside in self._asides:
+            aside.restore(scale)
+        self._asides.clear()
+
+    def undo(self) -> None:
+        """Forget what this step has added to gradients that were put aside."""
+        for aside in self._asides:
+            aside.undo()
+        self._asides.clear()
 
     def _seed(self, factor: float, term: torch.Tensor) -> torch.Tensor:
         key = (factor, term.dtype)

@@ -59,6 +59,9 @@ def make(seed: int, *, in_process: bool = False, accidents: bool = True) -> Hist
         calls.append(call if accidents else replace(call, event=None, odd=None))
         if calls[-1].event is not None and calls[-1].event.ends:
             break
+    last = calls[-1].event
+    if last is not None and "kill" in last.kind:  # what a rank noted before dies with it
+        calls[:-1] = [replace(call, event=None, odd=None) for call in calls[:-1]]
     # Whatever happened, a legal call follows.
     calls.append(Call("step", 0, _rows(rng, made), rng.choice((3, 5))))
     timeout = SHORT if any(c.event is not None and c.event.is_silence for c in calls) else PATIENCE

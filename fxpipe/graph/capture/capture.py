@@ -322,7 +322,7 @@ def _trace_once(
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(watched_masks(module, trace.on_mask))
-        stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse))
+        stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse, module))
         stack.enter_context(mode)
         stack.enter_context(trace.reads.watching())
         try:

@@ -6,7 +6,7 @@ opened code, `watched_draws` has the usual functions return a `Draw`, which know
 range: code that only asks whether it is below a rate of zero gets its answer, any
 other use is reported. Other draws show in the state of the generators.
 
-So are draws of a `random.Random()` of one's own. Seeds that code sets, and generators that
+So are draws of a `random.Random()` that a module keeps. Seeds that code sets, and generators that
 it makes, are refused: a stage has a generator of its own.
 """
 
@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.sandbox.patches import patched
@@ -113,7 +114,7 @@ _SEEDS: tuple[tuple[Any, str], ...] = (
 
 @contextmanager
 def watched_draws(
-    is_opened: Callable[[], bool], report: Report, refuse: Callable[[str], None]
+    is_opened: Callable[[], bool], report: Report, refuse: Callable[[str], None], module: nn.Module
 ) -> Iterator[None]:
     """Have the plain functions for numbers return a `Draw` to opened code, until exit."""
 
@@ -129,9 +130,13 @@ def watched_draws(
 
         return draw
 
+    # Libraries draw names of files and the like from generators of their own.
+    attributes = [value for part in module.modules() for value in vars(part).values()]
+    kept = {id(value) for value in attributes if isinstance(value, random.Random)}
+
     def own(original: Callable[..., Any]) -> Callable[..., Any]:
         def draw(self: Any, *args: Any) -> Any:
-            if is_opened():
+            if id(self) in kept and is_opened():
                 report()
             return original(self, *args)
 

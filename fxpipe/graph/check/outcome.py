@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.check.compare import KERNELS
 from fxpipe.graph.check.variants import Call, Variant
+from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.nested import (
     branch,
@@ -59,6 +60,8 @@ class Subject:
         on_cpu = all(tensor.device.type == "cpu" for tensor in module.parameters())
         self.clock = time.thread_time if on_cpu else time.perf_counter
         self._all = nn.ModuleList([module, *stages])
+        hooks = [hook for stage in stages for hook in stage._forward_pre_hooks.values()]
+        self._guards = [hook for hook in hooks if isinstance(hook, StageGuard)]
         self._own = _parts((module,))
         self._staged = _parts(stages)
         self._state = {**_tensors(self._staged), **_tensors(self._own)}
@@ -68,6 +71,13 @@ class Subject:
 
     def run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
         """Run the model, or the pipe of its stages, once."""
+        try:
+            return self._run(what, variant)
+        finally:
+            for guard in self._guards:
+                guard.settle()
+
+    def _run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
         outcome = Outcome()
         with ExitStack() as stack:
             stack.enter_context(preserved(self._all))

@@ -72,9 +72,14 @@ class _Flag:
         owner = self._owner()
         if owner is not None and owner.training is not self._last:
             holder = self._holder()
-            self._last = owner.training
-            if holder is not None:
+            if holder is not None and holder.training is self._last:
                 holder.training = owner.training
+            self._last = owner.training
+
+    def settle(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            self._last = owner.training
 
 
 class StageGuard:
@@ -94,6 +99,11 @@ class StageGuard:
     def flag(self, owner: nn.Module, holder: nn.Module) -> None:
         """Follow the training flag of a module of the model."""
         self._flags.append(_Flag(owner, holder))
+
+    def settle(self) -> None:
+        """Take the flags that the model has now as known: those of a trial run are put back."""
+        for flag in self._flags:
+            flag.settle()
 
     def modes(self, holders: Mapping[str, nn.Module], traced: Mapping[str, bool] | None) -> None:
         """Check the flags that the code read: as `traced`, or all the same if that is None."""

@@ -34,12 +34,13 @@ from fxpipe.graph.nested import (
     snapshot,
     walk,
 )
+from fxpipe.graph.record.state_writes import SET_ONCE
 from fxpipe.graph.sandbox.restore import preserved
 
 __all__ = ["Outcome", "Subject"]
 
 _SEED = 20240607
-_NOT_STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+_NOT_STATE = frozenset({"_parameters", "_buffers", "_modules", "training", *SET_ONCE})
 
 
 @dataclass(slots=True)

@@ -212,10 +212,11 @@ class LeafRuns:
             output = call(*args, **kwargs)
         finally:
             self._left |= _changed(attributes)
+        # Now: asking a tensor for its memory below would count as a use of it.
+        touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
         storages = {_memory(t): i for i, t in enumerate(tensors)}
         made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
         aliases = [(i, storages[_memory(t)]) for i, t in enumerate(made) if _memory(t) in storages]
-        touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
         changed = [t._version != v for t, v in zip(tensors, versions, strict=True)]
         return LeafOutcome(
             map_leaves(_fresh_leaf, output),

@@ -24,7 +24,7 @@ from fxpipe.graph.nested import walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
 
-__all__ = ["StateWatch", "carried_state"]
+__all__ = ["SET_ONCE", "StateWatch", "carried_state"]
 
 _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
@@ -79,10 +79,17 @@ class StateWatch:
             yield id(part.__dict__), (name, False)
 
 
+# Flags by which a library remembers that it has put hooks of its own on a model, which the
+# first run does and a trace records: transformers, for `output_hidden_states`.
+SET_ONCE = frozenset({"_output_capturing_hooks_installed"})
+
+
 def carried_state(reads: Reads, tape: Tape) -> list[str]:
     """Return what opened code read and changed, so that the next run would differ, as text."""
     faults = []
     for read, now in reads.carried():
+        if read.name in SET_ONCE:
+            continue
         inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
         tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
         if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):

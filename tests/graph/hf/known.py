@@ -30,7 +30,6 @@ IN_FOUR = [
     "t5",
     "bart",
     "mixtral",
-    "mamba2",
     "vit",
     "convnext",
     "resnet",
@@ -59,7 +58,6 @@ IN_TWO = [
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
-    "bamba",
     "recurrent_gemma",
     "deit",
     "segformer",
@@ -121,6 +119,7 @@ FULL_IN_FOUR = _names(
 
 FIXED_SIZES = _names(
     """
+    bamba mamba2
     cosmos3_omni cpmant exaone4_5 flaubert funnel gemma3 glm46v glm4v hyperclovax_vision_v2
     idefics2 idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
     nemotron3_5_asr nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl

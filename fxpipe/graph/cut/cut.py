@@ -150,16 +150,24 @@ def _maker(traced: TracedGraph, node: fx.Node) -> fx.Node:
 
 
 def _check_aliases(flow: Flow) -> None:
-    """Check that what a leaf returned of its argument's own memory changes in its stage only."""
+    """Check that what a leaf returned of its argument's own memory changes in its stage only.
+
+    What changed the memory before the leaf ran changed the argument, not a copy.
+    """
     facts = flow.traced.facts
-    changes = [(n, stage) for n, stage in flow.stage_of.items() if facts[n].changes]
-    for leaf, home in flow.stage_of.items() if changes else ():
-        storages = {facts[leaf].storage, *(facts[user].storage for user in leaf.users)}
-        for node, stage in changes if facts[leaf].aliases else ():
-            if stage != home and storages & facts[node].changes:
+    order = {node: index for index, node in enumerate(flow.traced.graph.nodes)}
+    changes = [node for node in flow.stage_of if facts[node].changes]
+    for value in order if changes else ():
+        leaf = _maker(flow.traced, value)
+        if not facts[leaf].aliases or leaf not in flow.stage_of:
+            continue
+        home = flow.stage_of[leaf]
+        for node in changes:
+            is_later = order[node] > order[leaf] and flow.stage_of[node] != home
+            if is_later and facts[value].storage in facts[node].changes:
                 raise SplitError(
                     f"{leaf.name} returns its argument itself, or a view of it, and "
-                    f"{facts[node].where} changes that in place in stage {stage}, where it would "
-                    f"be a copy (stage {home} has the module)\nmove the split, or make it an "
-                    "operation that is not in place"
+                    f"{facts[node].where} changes that in place in stage {flow.stage_of[node]}, "
+                    f"where it would be a copy (stage {home} has the module)\nmove the split, "
+                    "or make it an operation that is not in place"
                 )

@@ -24,7 +24,7 @@ from fxpipe.graph.facts import Ambient, Facts, NodeFacts
 from fxpipe.graph.flow import Flow, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.nested import branch, mutable_parts
-from fxpipe.graph.record.attention_masks import MaskCall
+from fxpipe.graph.record.attention_masks import MaskCall, may_be_none
 from fxpipe.graph.record.graph_calls import (
     Constant,
     Formula,
@@ -159,7 +159,7 @@ class StageWriter:
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         if isinstance(target, TracedDtype):
             return self._dtype(target)
-        if isinstance(target, MaskCall) and not self._may_be_none(node):
+        if isinstance(target, MaskCall) and (node in self._sent or not may_be_none(node)):
             target = target.whole
         known = self._known[node]
         is_usual = known.ambient == Ambient()
@@ -176,12 +176,6 @@ class StageWriter:
             args = (self._training(flag_of(known.owner, self._flow.traced.flags)), *args)
             target = OnlyIf(known.mode, target)
         return self._graph.create_node("call_function", target, args, kwargs, node.name)
-
-    def _may_be_none(self, node: fx.Node) -> bool:
-        """Say whether only modules of this stage, which look for themselves, get a mask."""
-        if node in self._sent:
-            return False
-        return all(user.op == "call_module" for user in node.users)
 
     def _dtype(self, traced: TracedDtype) -> fx.Node:
         """Read a dtype off a module of the stage, or off a tensor it receives."""

@@ -21,12 +21,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.graph.record.graph_calls import GraphCall
 from fxpipe.graph.sandbox.patches import patched
 
-__all__ = ["MaskCall", "watched_masks"]
+__all__ = ["MaskCall", "may_be_none", "watched_masks"]
 
 _HOMES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 _NAMES = ("create_", "_prepare_4d_")
@@ -65,6 +65,11 @@ class _WholeMaskCall(MaskCall):
         home = sys.modules[self._function.__module__]
         with _lock, patched(home, "is_tracing", lambda *_: True):
             return self._function(*args, **kwargs)
+
+
+def may_be_none(node: fx.Node) -> bool:
+    """Say whether only modules that are not opened, which look for themselves, get a mask."""
+    return isinstance(node.target, MaskCall) and all(u.op == "call_module" for u in node.users)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -37,14 +37,12 @@ from fxpipe.graph.record.tape import Constant, StageDevice
 from fxpipe.graph.sandbox.fake import FakeState, Quiet, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
+from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.watch import Observation, Op, entry, observe
 
 __all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of"]
 
 logger = logging.getLogger(__name__)
-
-Sizes = Mapping[str, int]
-"""A value for each size symbol."""
 
 _CPU = torch.device("cpu")
 
@@ -77,6 +75,7 @@ class Bench:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Hashable, Observation] = {}
         self._kinds: dict[str, Hashable] = {}
+        self._masks = MaskRuns(traced)
         self.grows = _growing(traced)
         self.runs = 0
 
@@ -93,7 +92,7 @@ class Bench:
     def key(self, node: fx.Node, sizes: Sizes) -> Hashable | None:
         """Equal for nodes that cost the same; None if there is no telling."""
         inputs = tuple(
-            (_bound(self.traced.facts[source].spec, sizes), source in self.grows)
+            (_bound(self._spec(source, sizes), sizes), source in self.grows)
             for source in node.all_input_nodes
         )
         key = (node.op, self._kind(node), inputs, self._constants(node, sizes))
@@ -102,6 +101,10 @@ class Bench:
         except TypeError:
             return None
         return key
+
+    def _spec(self, node: fx.Node, sizes: Sizes) -> Any:
+        """What a node gives to others: None for a mask that is not made."""
+        return None if self._masks.is_none(node, sizes) else self.traced.facts[node].spec
 
     def _kind(self, node: fx.Node) -> Hashable:
         known = self.traced.facts[node]
@@ -125,7 +128,7 @@ class Bench:
 
     def _observe(self, node: fx.Node, sizes: Sizes) -> Observation:
         self.runs += 1
-        if self.traced.facts[node].mode is False:
+        if self.traced.facts[node].mode is False or self._masks.is_none(node, sizes):
             return Observation(())
         module = self._module_of(node)
         try:
@@ -156,7 +159,22 @@ class Bench:
         make: Callable[[TensorSpec], torch.Tensor],
     ) -> Observation:
         call = self.prepare(node, sizes, module, make)
-        return observe(call.function, call.build, lambda: call.parameters)
+        seen = observe(call.function, call.build, lambda: call.parameters)
+        return self._with_places(seen, node, sizes)
+
+    def _with_places(self, seen: Observation, node: fx.Node, sizes: Sizes) -> Observation:
+        """Return what was seen, with a place among the inputs for masks that are not made."""
+        sources = [source for source, _ in inputs_of(node, self.traced.facts)]
+        is_given = [not self._masks.is_none(source, sizes) for source in sources]
+        if all(is_given):
+            return seen
+        places = [place for place, was_given in enumerate(is_given) if was_given]
+        kept = {place for place, keep in zip(places, seen.keeps_input, strict=False) if keep}
+        return replace(
+            seen,
+            keeps_input=tuple(place in kept for place in range(len(sources))),
+            alias=tuple(None if a is None else places[a] for a in seen.alias),
+        )
 
     def prepare(
         self,
@@ -188,7 +206,8 @@ class Bench:
                 elif isinstance(value.target, Constant) and facts[value].spec is None:
                     made[value] = value.target()
                 else:
-                    made[value] = map_leaves(lambda part: leaf(value, part), facts[value].spec)
+                    spec = self._spec(value, sizes)
+                    made[value] = map_leaves(lambda part: leaf(value, part), spec)
             return made[value]
 
         def build() -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -486,10 +486,14 @@ def _extended(short: Prediction, few: int, long: Prediction, more: int, count: i
     def line(a: float, b: float) -> float:
         return b + share * (b - a)
 
+    def part(a: float, b: float) -> float:
+        return line(a, b) if b - a > 0.5 * (more - few) / few * a else max(a, b)
+
     def held(a: Memory, b: Memory) -> Memory:
-        grows = b.activations - a.activations > 0.5 * (more - few) / few * a.activations
         most = max(a, b, key=lambda memory: memory.total)
-        return replace(most, activations=line(a.activations, b.activations)) if grows else most
+        # Breadth-first orders also let messages wait, the more the longer a step is.
+        names = ("activations", "buffers", "reserve")
+        return replace(most, **{name: part(getattr(a, name), getattr(b, name)) for name in names})
 
     makespan = line(short.makespan, long.makespan)
     busy = line(short.makespan * (1 - short.bubble), long.makespan * (1 - long.bubble))

@@ -114,6 +114,20 @@ def test_one_capture_prices_other_sizes(name):
     assert bytes_kept(costs, sizes) == pytest.approx(saved, rel=0.02)
 
 
+def test_attention_with_a_mask_from_outside_is_priced_whole():
+    found = example("hf-llama", 4)
+    opened = choose_opened(found.model, 4)
+    padding = {"attention_mask": torch.ones(4, 12, dtype=torch.long)}
+
+    def forward(**more):
+        graph = capture(found.model, (), {**found.kwargs, **more}, opened=opened)
+        return GraphCosts.of(graph, graph.hints, fused_attention=False).flops("forward", {})
+
+    layers, heads, width = 4, 4, 8
+    # Where some rows can be padded there is a mask, and kernels leave nothing out.
+    assert forward(**padding) - forward() == layers * 2 * 4 * heads * 12 * 12 * width
+
+
 def test_equal_blocks_are_analysed_once():
     def runs(layers):
         from models import gpt

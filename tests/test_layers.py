@@ -170,3 +170,11 @@ def test_the_check_sees_imports_inside_functions(tmp_path):
         "fxpipe.cli.demo",
         "torch",
     }
+
+
+def test_nothing_needs_numpy() -> None:
+    # torch comes without it; `fxpipe demo` in a fresh environment once ended at `.numpy()`.
+    for path in MODULES:
+        text = path.read_text()
+        assert ".numpy()" not in text, path
+        assert not any(name.split(".")[0] == "numpy" for _, name in imports_of(path)), path

@@ -23,8 +23,8 @@ def _printed(text: str) -> list[str]:
     stream = io.StringIO()
     logs.configure(text, stream=stream)
     logging.getLogger("fxpipe.runtime.session").debug("shapes %s", (2, 3))
-    logging.getLogger("fxpipe.graph.capture.capture").info("captured")
-    logging.getLogger("fxpipe.graph.capture.capture").warning("slow")
+    logging.getLogger("fxpipe.graph.capture").info("captured")
+    logging.getLogger("fxpipe.graph.capture").warning("slow")
     return [re.sub(r"^\d\d:\d\d:\d\d\.\d{3} ", "", line) for line in stream.getvalue().splitlines()]
 
 

@@ -285,11 +285,11 @@ class GroupControl:
             rank = next(r for r, row in enumerate(rows) if row[_HEADER + 1])
             raise InputError(f"rank {rank} has something to say that is not plain data")
         sizes = [row[_HEADER] for row in rows]
-        texts = [bytes(part[head.nbytes :].numpy()) for part in parts]
+        texts = [bytes(part[head.nbytes :].tolist()) for part in parts]
         if max(sizes) > room:
             rest = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)[room:]
             more = self._allgather(rest)
-            texts = [a + bytes(b.numpy()) for a, b in zip(texts, more, strict=True)]
+            texts = [a + bytes(b.tolist()) for a, b in zip(texts, more, strict=True)]
         return [loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
 
     def _row(self, phase: int, numbers: Sequence[int]) -> list[int]:

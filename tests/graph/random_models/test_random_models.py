@@ -4,18 +4,10 @@ import pytest
 
 from tests.graph.random_models.generate import run_case
 
-# Seeds that once showed a silent difference or an error that was not ours.
-KEPT: tuple[int, ...] = ()
-
 
 @pytest.mark.parametrize("start", range(0, 30, 10))
 def test_a_sample_is_equal_or_refused(start: int) -> None:
     check_seeds(range(start, start + 10))
-
-
-@pytest.mark.parametrize("seed", KEPT)
-def test_what_was_wrong_once_stays_right(seed: int) -> None:
-    check_seeds([seed])
 
 
 @pytest.mark.full

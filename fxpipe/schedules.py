@@ -17,14 +17,13 @@ batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from fxpipe.errors import InputError, ScheduleError
+from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Kind, Program, Timeline, validate
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
 from fxpipe.runtime.agree.arguments import (
@@ -37,7 +36,7 @@ from fxpipe.runtime.agree.arguments import (
     timeout_seconds,
 )
 from fxpipe.runtime.agree.request import Call, Options
-from fxpipe.runtime.norms import clip_gradients, gradient_norm
+from fxpipe.runtime.norms import clip
 from fxpipe.runtime.session import Session
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
@@ -166,14 +165,7 @@ class Schedule:
         Call it on every rank, after `step`. Tied parameters count once. Returns the norm
         before clipping, the same on all ranks.
         """
-        total = gradient_norm(self._session, norm_type)
-        if error_if_nonfinite and not math.isfinite(total):
-            raise InputError(
-                f"the gradient norm is {total}; gradients were left as they are. "
-                "Pass error_if_nonfinite=False to clip all the same"
-            )
-        clip_gradients(self._session.parameters(), max_norm, total)
-        return torch.tensor(total)
+        return torch.tensor(clip(self._session, max_norm, norm_type, error_if_nonfinite))
 
     def before(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` before every action of a kind, such as "F" or "SEND_F"."""
@@ -238,7 +230,7 @@ class Schedule:
         return_outputs: bool,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        call = Call(training, args, kwargs, target, loss_kwargs or {}, return_outputs)
+        call = Call(training, args, kwargs, target, loss_kwargs or {}, return_outputs, losses)
         outcome = self._session.step(call)
         self.loss, self.aux_loss = outcome.loss, outcome.aux
         if losses is not None:

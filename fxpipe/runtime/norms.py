@@ -1,22 +1,64 @@
-"""The gradient norm of the whole model, from every rank's part, the same on all ranks."""
+"""Clip by the gradient norm of the whole model, from every rank's part, alike on all ranks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.session import Session
+from fxpipe.runtime.wire.failure import described, raise_problems
 
-__all__ = ["clip_gradients", "gradient_norm"]
+__all__ = ["clip"]
 
 
-def gradient_norm(session: Session, norm_type: float) -> float:
-    """The norm over all stages of all ranks; a tied parameter counts once.
+def clip(session: Session, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
+    """Scale all gradients so that their common norm is at most `max_norm`; the norm before.
 
-    Every rank adds the stages' parts in stage order, so all get the same number.
+    Every rank adds the stages' parts in stage order, so all get the same number. A tied parameter
+    counts once. As in torch, a norm that is no number makes every gradient NaN.
+
+    Raises:
+        InputError: on all ranks, which pass different arguments, or whose norm is not finite.
     """
+    mine: dict[int, float] = {}
+    problem: BaseException | None = None
+    with session.call("clip_grad_norm_") as control:
+        try:
+            asked = [float(max_norm), float(norm_type), bool(error_if_nonfinite)]
+            mine = _parts(session, norm_type)
+        except BaseException as error:
+            problem, asked = error, []
+        control.exchange([])  # every call begins with one: so different calls are noticed
+        told = None if problem is None else described(problem)
+        said = control.gather((told, repr(asked), mine))
+        with control.alike(problem):
+            raise_problems([one[0] for one in said], problem)
+            if len({one[1] for one in said}) > 1:
+                shown = ", ".join(f"rank {rank} passes {one[1]}" for rank, one in enumerate(said))
+                raise InputError(
+                    "clip_grad_norm_ needs the same max_norm, norm_type and error_if_nonfinite on "
+                    f"all ranks, but {shown}"
+                )
+            parts = {index: part for one in said for index, part in one[2].items()}
+            total = _norm_of_norms([parts[index] for index in sorted(parts)], norm_type)
+            if error_if_nonfinite and not math.isfinite(total):
+                raise InputError(
+                    f"the gradient norm is {total}; gradients were left as they are. "
+                    "Pass error_if_nonfinite=False to clip all the same"
+                )
+    factor = max_norm / (total + 1e-6)
+    if not factor >= 1.0:
+        for p in session.parameters():
+            if p.grad is not None:
+                p.grad.mul_(factor)
+    return total
+
+
+def _parts(session: Session, norm_type: float) -> dict[int, float]:
+    """The norm of each stage of this process."""
     skipped: set[int] = set()
     for group in session.tied():
         for rank, copies in group.parameters.items():
@@ -30,25 +72,7 @@ def gradient_norm(session: Session, norm_type: float) -> float:
                 skipped.add(id(p))
         if grads:
             mine[index] = _part(grads, norm_type)
-    parts: dict[int, float] = {}
-    with session.call("clip_grad_norm_") as control:
-        control.exchange([])  # every call begins with one: so different calls are noticed
-        for found in control.gather(mine):
-            parts.update(found)
-    return _norm_of_norms([parts[index] for index in sorted(parts)], norm_type)
-
-
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, total: float) -> None:
-    """Scale gradients down so that their common norm is at most `max_norm`.
-
-    As in torch, a norm that is no number makes every gradient NaN.
-    """
-    factor = max_norm / (total + 1e-6)
-    if factor >= 1.0:
-        return
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(factor)
+    return mine
 
 
 def _part(grads: Sequence[torch.Tensor], norm_type: float) -> float:

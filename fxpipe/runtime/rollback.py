@@ -42,16 +42,21 @@ class Rollback:
         for p in parameters:
             grad = p.grad
             self._grads.append((p, grad, None if grad is None else grad.detach().clone()))
+        self._held: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
         self._buffers: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         seen: set[int] = set()
-        for prefix, module in modules:
-            for name, buffer in module.named_buffers(prefix):
-                if id(buffer) in seen or buffer.is_inference():
-                    continue
-                seen.add(id(buffer))
-                keep = not changing.is_known or name in changing.names
-                copy = buffer.detach().clone() if keep and not buffer.is_meta else None
-                self._buffers.append((name, buffer, buffer._version, copy))
+        for prefix, root in modules:
+            for path, module in root.named_modules(prefix=prefix):
+                if module._buffers:
+                    self._held.append((module, dict(module._buffers)))
+                for key, buffer in module._buffers.items():
+                    if buffer is None or id(buffer) in seen or buffer.is_inference():
+                        continue
+                    seen.add(id(buffer))
+                    name = f"{path}.{key}"
+                    keep = not changing.is_known or name in changing.names
+                    copy = buffer.detach().clone() if keep and not buffer.is_meta else None
+                    self._buffers.append((name, buffer, buffer._version, copy))
 
     def commit(self) -> None:
         """The step succeeded: remember which buffers it changed."""
@@ -59,7 +64,7 @@ class Rollback:
             if name not in self._changing.names and _is_changed(buffer, version, before):
                 self._changing.names.add(name)
         self._changing.is_known = True
-        self._grads, self._buffers = [], []
+        self._grads, self._buffers, self._held = [], [], []
 
     def undo(self) -> list[str]:
         """Put everything back; names of buffers that cannot be."""
@@ -77,5 +82,8 @@ class Rollback:
                 else:
                     buffer.copy_(before)
                 self._changing.names.add(name)
-        self._grads, self._buffers = [], []
+            for module, buffers in self._held:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+        self._grads, self._buffers, self._held = [], [], []
         return lost

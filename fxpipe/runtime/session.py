@@ -29,7 +29,7 @@ from fxpipe.runtime.rollback import ChangingBuffers
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import Outcome, StepRun
-from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, control_of
+from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, agree, control_of
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
@@ -106,6 +106,11 @@ class Session:
             control.begin(name, self._number, deadline, self._status)
             try:
                 yield control
+            except BaseException as error:
+                if not control.raises_everywhere:  # the others go on, and would wait
+                    kind, text = described(error)
+                    control.give_up(Failure(control.rank, None, None, "", kind, text, "broken"))
+                raise
             finally:
                 control.end()
         finally:
@@ -175,8 +180,7 @@ class Session:
             problem = error
         vectors = control.exchange([problem is not None, key, self.records_spans])
         if any(v[0] for v in vectors):
-            told = None if problem is None else described(problem)
-            raise_problems(control.gather(told), problem)
+            agree(control, problem)
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
         if found is None:
@@ -219,8 +223,9 @@ class Session:
                 "brief": brief,
             }
         )
-        check_pipelines([one["pipeline"] for one in said])
-        raise_problems([one["problem"] for one in said], problem)
+        with control.alike(problem):
+            check_pipelines([one["pipeline"] for one in said])
+            raise_problems([one["problem"] for one in said], problem)
         self._connect(control, maker)
         plan = maker.make(
             [one["brief"] for one in said],
@@ -264,6 +269,8 @@ class Session:
             raise InputError(
                 "step() computes gradients: call it outside torch.no_grad(), or call eval()"
             )
+        if call.losses is not None and not isinstance(call.losses, list):
+            raise InputError(f"losses must be a list to fill, got {type(call.losses).__name__}")
         has_loss = self.has_last_stage and self.options.loss_fn is not None
         if has_loss and call.training and call.target is None:
             raise InputError(

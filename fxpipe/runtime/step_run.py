@@ -89,6 +89,10 @@ class StepRun:
         self.records_spans = records_spans
         self.trains = call.training and plan.has_loss
         self.leaves = InputLeaves()
+        self._rollback: Rollback | None = None
+        self._stash: ties.GradStash | None = None
+        self._routed = 0
+        self._weight: float | None = None  # of the batch, where the loss is a sum with a weight
         self.step = StepData(
             is_training=self.trains,
             weights=plan.weights,
@@ -101,33 +105,22 @@ class StepRun:
         )
 
     def run(self) -> Outcome:
-        stash = self._stash()
-        rollback = self._rollback(stash)
-        syncs = [runner.sync for runner in self.plan.runners.values()] if self.trains else []
         outcome: list[Outcome] = []
         try:
-            for sync in syncs:
-                sync.begin(self.session.options.timeout, None if stash is None else stash.earlier)
             with torch.set_grad_enabled(self.trains):
                 failure = self._work(outcome)
             scale = self._confirm(failure)
             if self._needs_whole(scale):
                 self._confirm(self._attempt(lambda: self._make_whole(scale)))
         except BaseException as error:
-            if stash is not None:
-                stash.undo()
-            self._note_lost(error, rollback.undo())
+            self._undo(error)
             raise
         else:
-            if stash is not None:
-                stash.restore(scale)
-                self.step.restore(scale)
-                self.session.sums_weights = scale is not None
-            rollback.commit()
+            self._commit(scale)
         finally:
-            for sync in syncs:
-                sync.end()
             for runner in self.plan.runners.values():
+                if self.trains:
+                    runner.sync.end()
                 # A forward leaves a root module unsharded; parameters() should not.
                 runner.sync.reshard()
             for executor in self.plan.executors:
@@ -138,23 +131,35 @@ class StepRun:
 
     # Gradients and buffers as they were
 
-    def _stash(self) -> ties.GradStash | None:
-        """Old gradients go aside where the step's own must be told apart from them."""
-        if not self.trains:
-            return None
-        if self.session.sums_weights is not False:
-            return ties.GradStash(self.session.parameters())
-        shared = [p for group in self.plan.tied for some in group.parameters.values() for p in some]
-        return ties.GradStash(shared)
-
-    def _rollback(self, stash: ties.GradStash | None) -> Rollback:
-        apart = set() if stash is None else stash.ids
-        parameters = self.session.parameters() if self.trains else []
+    def _keep(self) -> None:
+        """Keep gradients and buffers. Copies first: what cannot be copied has not been touched."""
         modules = [(f"stage {i}", stage.submod) for i, stage in self.session.stages.items()]
-        kept = [p for p in parameters if id(p) not in apart]
-        return Rollback(kept, modules, self.session.changing)
+        parameters = self.session.parameters() if self.trains else []
+        # Old gradients go aside where the step's own must be told apart from them.
+        apart = parameters
+        if self.session.sums_weights is False:
+            groups = self.plan.tied
+            apart = [p for g in groups for some in g.parameters.values() for p in some]
+        ids = {id(p) for p in apart}
+        kept = [p for p in parameters if id(p) not in ids]
+        self._rollback = Rollback(kept, modules, self.session.changing)
+        if self.trains:
+            self._stash = ties.GradStash(apart)
+            for runner in self.plan.runners.values():
+                runner.sync.begin(self.session.options.timeout, self._stash.earlier)
 
-    def _note_lost(self, error: BaseException, lost: list[str]) -> None:
+    def _commit(self, scale: float | None) -> None:
+        if self._stash is not None:
+            self._stash.restore(scale)
+            self.step.restore(scale)
+            self.session.sums_weights = scale is not None
+        assert self._rollback is not None
+        self._rollback.commit()
+
+    def _undo(self, error: BaseException) -> None:
+        if self._stash is not None:
+            self._stash.undo()
+        lost = [] if self._rollback is None else self._rollback.undo()
         if lost:
             note(
                 error,
@@ -201,6 +206,7 @@ class StepRun:
             elif route.target == rank:
                 tensors = transport.recv(route.source, route.shapes, stage.device).wait()
                 added[route.name] = route.skeleton.build(tensors)
+            self._routed += 1
         call = replace(call, kwargs={**call.kwargs, **added})
         n = self.session.program.num_microbatches
         return call, split_call(call, stage.front, self.session.options, n)
@@ -209,6 +215,7 @@ class StepRun:
         """Run the program; what went wrong, if anything, after all transfers are done."""
         plan = self.plan
         try:
+            self._keep()
             self._prepare()
             for executor in plan.executors:
                 executor.spans = [] if self.records_spans else None
@@ -266,6 +273,7 @@ class StepRun:
         if self.session.is_local:
             return error
         try:
+            self._drain_routes()
             self.plan.executors[0].drain()
         except TransportError as lost:
             self._lost(lost)
@@ -275,6 +283,16 @@ class StepRun:
             self.control.give_up(replace(self._where(), type=kind, message=text, kind="broken"))
             raise error from inner
         return error
+
+    def _drain_routes(self) -> None:
+        (transport,) = self.transports.values()
+        device = next(iter(self.session.stages.values())).device
+        for route in self.plan.routes[self._routed :]:
+            if route.source == self.control.rank:
+                empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in route.shapes]
+                transport.send(route.target, empty)
+            elif route.target == self.control.rank:
+                transport.recv(route.source, route.shapes, device).wait()
 
     def _tell_replicas(self, message: str) -> None:
         if self.trains:
@@ -291,15 +309,12 @@ class StepRun:
 
     def _confirm(self, failure: BaseException | None) -> float | None:
         """Every rank learns whether all succeeded, and the weight of the batch if it is needed."""
-        weight = 0.0
-        pairs = [term for term in self.step.losses.values() if term.weight is not None]
-        if failure is None and pairs:
-            weight = float(sum(term.weight for term in pairs))  # type: ignore[misc]
-        flags = (failure is not None, bool(pairs), bool(self.step.aux))
-        vectors = self.control.exchange([*map(int, flags), _bits(weight)])
+        flags = (failure is not None, self._weight is not None, bool(self.step.aux))
+        vectors = self.control.exchange([*map(int, flags), _bits(self._weight or 0.0)])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
             known = self.control.settled()
+            self.control.raises_everywhere = True
             if failure is not None:
                 raise failure
             raise remote_error(
@@ -309,6 +324,7 @@ class StepRun:
         if not summed or not self.trains:
             return None
         if any(v[2] for v in vectors):
+            self.control.raises_everywhere = True
             raise InputError(PAIR_AND_AUX)
         if not self.session.options.scale_grads:
             return None
@@ -338,6 +354,7 @@ class StepRun:
             total = sum(term.total.detach() for term in terms)
             weight = sum(term.weight for term in terms)  # type: ignore[misc]
             loss = torch.as_tensor(total / weight)
+            self._weight = float(weight)
         elif terms:
             parts = [t.total.detach() * step.weights[m] for m, t in enumerate(terms)]
             loss = torch.stack(parts).sum()

@@ -259,3 +259,53 @@ def test_a_stage_may_return_the_same_buffer_each_time_in_eval(place):
         wanted = torch.cat([modules[1](modules[0](x)).clone() for x in X.split(2)])
 
     assert torch.equal(schedule_of(modules, ScheduleGPipe).eval(X), wanted)
+
+
+class Counted(nn.Module):
+    """Counts its calls in a buffer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.linear(x)
+
+
+def test_a_replaced_buffer_is_put_back() -> None:
+    # The old tensor was restored, which the module no longer held.
+    modules: list[nn.Module] = [Counted(), Counted()]
+    made = schedule_of(modules)
+    made.step(X, target=Y)
+    in_forward(modules, made, ValueError("bad batch"))
+
+    with pytest.raises(ValueError, match="bad batch"):
+        made.step(X, target=Y)
+
+    assert [float(module.count) for module in modules] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_frozen_stage_may_return_the_same_buffer_each_time(is_view: bool) -> None:
+    # Each microbatch overwrote the last one's values before they were read: silently, if the
+    # buffer came as a new view.
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4).double().requires_grad_(False)
+            self.out = torch.zeros(2, 4, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.out.copy_(self.linear(x))
+            return self.out[:] if is_view else self.out
+
+    modules: list[nn.Module] = [Buffered(), nn.Linear(4, 4).double()]
+    made = schedule_of(modules, ScheduleGPipe)
+    plain = copy.deepcopy(modules)
+
+    made.step(X, target=Y)
+
+    F.mse_loss(plain[1](plain[0].linear(X)), Y).backward()
+    torch.testing.assert_close(modules[1].weight.grad, plain[1].weight.grad)

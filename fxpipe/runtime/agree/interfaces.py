@@ -107,7 +107,8 @@ class InterfaceProber:
                 problem = error
         told = None if problem is None else described(problem)
         found = self._control.gather((told, mine))
-        raise_problems([said for said, _ in found], problem)
+        with self._control.alike(problem):
+            raise_problems([said for said, _ in found], problem)
         return next(value for _, value in found if value is not None)
 
     def _probe_plain(self, stage: int, before: Found | None) -> list[Any]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fxpipe.microbatch import Microbatches, split_batch
 from fxpipe.runtime.stage.stage_kind import Front
 
@@ -37,6 +39,7 @@ class Call:
     target: Any
     loss_kwargs: Mapping[str, Any]
     keeps_outputs: bool
+    losses: list[torch.Tensor] | None = None
 
     def taken(self, n: int) -> Call:
         """The same call with microbatches taken from their iterators, once per step."""

@@ -33,8 +33,7 @@ from fxpipe.runtime.stage.boundary import Skeleton, skeleton_of
 from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Interfaces, Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
-from fxpipe.runtime.wire.control import Control
-from fxpipe.runtime.wire.failure import described, raise_problems
+from fxpipe.runtime.wire.control import Control, agree
 from fxpipe.runtime.wire.plain import dumps
 from fxpipe.runtime.wire.transport import Transport
 
@@ -119,6 +118,7 @@ class PlanMaker:
             and self.options.loss_fn is not None,
             "rows": chunks.rows,
             "given": sorted(chunks.kwargs[0]),
+            "spec": [str(name) for name in self.options.kwargs_chunk_spec or ()],
             "known": known_keywords(self.stages.values(), sorted(chunks.kwargs[0])),
             "inputs": self._describe_inputs(),
             "sizes": sizes,
@@ -221,14 +221,15 @@ class PlanMaker:
         """
         has_loss = any(brief["has_loss"] for brief in briefs)
         training = self.call.training and has_loss
-        self._check_program(training)
-        rows = self._rows(briefs)
-        routes = self._routes(briefs)
-        self._check_names(briefs)
-        self._check_tied(briefs)
+        with control.alike():
+            self._check_program(training)
+            rows = self._rows(briefs)
+            routes = self._routes(briefs)
+            self._check_names(briefs)
+            self._check_tied(briefs)
+            keys = self.front.agree_sizes([brief["sizes"] for brief in briefs])
         merged = {i: found for brief in briefs for i, found in brief["stages"].items()}
         facts = [_StageFacts(*merged[stage]) for stage in range(self.program.num_stages)]
-        keys = self.front.agree_sizes([brief["sizes"] for brief in briefs])
         distinct = list(dict.fromkeys(keys))
         shape_of = [distinct.index(key) for key in keys]
         picks = [shape_of.index(shape) for shape in range(len(distinct))]
@@ -238,9 +239,10 @@ class PlanMaker:
             for stage, (args, kwargs) in per_stage.items()
         }
         prober = InterfaceProber(self.stages, self.program.num_stages, control, samples, training)
-        interfaces = self.front.agree(
-            prober, distinct, facts, training=training, autocast=self.autocast
-        )
+        with control.alike():
+            interfaces = self.front.agree(
+                prober, distinct, facts, training=training, autocast=self.autocast
+            )
         if broadcasts_tied:
             for rank, transport in transports.items():
                 ties.broadcast(self.tied, rank, transport)
@@ -259,7 +261,7 @@ class PlanMaker:
             )  # fmt: skip
         except BaseException as error:
             problem = problem or error
-        raise_problems(control.gather(None if problem is None else described(problem)), problem)
+        agree(control, problem)
         assert plan is not None
         return plan
 
@@ -299,8 +301,7 @@ class PlanMaker:
         if all(brief["known"] is not None for brief in briefs):
             known = frozenset[str]().union(*(brief["known"] for brief in briefs))
             check_keywords(given, known)
-        spec = self.options.kwargs_chunk_spec
-        unknown = sorted(set(spec) - (known | given)) if isinstance(spec, Mapping) else []
+        unknown = sorted({name for brief in briefs for name in brief["spec"]} - known - given)
         if unknown:
             close = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -312,7 +313,7 @@ class PlanMaker:
     def _check_tied(self, briefs: Sequence[dict[str, Any]]) -> None:
         for place, group in enumerate(self.tied):
             copies = [copy for brief in briefs for copy in brief["tied"][place]]
-            for what, at in (("requires_grad", 1), ("dtype", 2), ("shape", 3)):
+            for what, at in (("requires_grad", 1), ("dtype", 2), ("shape", 3), ("is_meta", 4)):
                 values = {copy[0]: copy[at] for copy in copies}
                 if len(set(values.values())) > 1:
                     shown = ", ".join(f"{v} on rank {r}" for r, v in sorted(values.items()))
@@ -462,8 +463,8 @@ def check_pipelines(facts: Sequence[Mapping[str, str]]) -> None:
         raise ScheduleError("the ranks do not run the same pipeline:\n" + "\n".join(lines))
 
 
-def _of_tied(parameter: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...]]:
-    return parameter.requires_grad, parameter.dtype, tuple(ties.local(parameter).shape)
+def _of_tied(p: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...], bool]:
+    return p.requires_grad, p.dtype, tuple(ties.local(p).shape), p.is_meta
 
 
 def _split_microbatches(program: Program, stage: int) -> frozenset[int]:

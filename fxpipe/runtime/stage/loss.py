@@ -49,9 +49,10 @@ def loss_term(
     if isinstance(found, tuple | list) and len(found) == 2:
         total, weight = found
         weight = torch.as_tensor(weight).detach()
-        if weight.numel() != 1:
+        if weight.numel() != 1 or weight.is_complex():
             raise InputError(
-                f"loss_fn returned a weight of shape {list(weight.shape)}, not a number"
+                f"loss_fn returned a weight of shape {list(weight.shape)} and {weight.dtype}, not "
+                "a real number"
             )
         return LossTerm(_scalar(total), weight.reshape(()))
     return LossTerm(_scalar(found), None)

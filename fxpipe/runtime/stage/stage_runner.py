@@ -60,7 +60,7 @@ class Wiring:
 class _Residual:
     """What a forward leaves for its backward."""
 
-    sent: Tensors
+    sent: list[torch.Tensor | None]  # those that a gradient can come back for
     slots: Slots | None
     term: LossTerm | None
     aux: list[torch.Tensor]
@@ -137,12 +137,11 @@ class StageRunner:
         if aux.terms:
             step.aux.append((microbatch, sum(aux.terms).detach()))  # type: ignore[union-attr]
         if step.is_training:
-            self._check_fresh(microbatch, sent)
-            self._residuals[microbatch] = _Residual(sent, slots, term, aux.terms, deferral)
-            return [[sent[i].detach() for i in places] for places in wiring.departure]
-        # A module may return the same buffer each time, before the last one has been read.
-        copies = [tensor.clone() for tensor in sent]
-        return [[copies[i] for i in places] for places in wiring.departure]
+            roots = [tensor if tensor.requires_grad else None for tensor in sent]
+            self._check_fresh(microbatch, roots)
+            self._residuals[microbatch] = _Residual(roots, slots, term, aux.terms, deferral)
+        own = [_own(tensor) for tensor in sent]
+        return [[own[i] for i in places] for places in wiring.departure]
 
     def backward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
         made, rest = self._backward(microbatch, arrived)
@@ -168,8 +167,7 @@ class StageRunner:
         step = self._step
         assert step is not None
         if step.keeps_outputs:
-            keep = torch.Tensor.detach if step.is_training else torch.Tensor.clone
-            step.outputs[microbatch] = pytree.tree_map_only(torch.Tensor, keep, output)
+            step.outputs[microbatch] = pytree.tree_map_only(torch.Tensor, _own, output)
         if step.loss_fn is None or step.targets is None:
             return None
         term = loss_term(
@@ -188,11 +186,12 @@ class StageRunner:
                 self._misfits(sent, wiring.sent)
         return sent
 
-    def _check_fresh(self, microbatch: int, sent: Tensors) -> None:
+    def _check_fresh(self, microbatch: int, sent: Sequence[torch.Tensor | None]) -> None:
         """Two microbatches whose backward is still to come cannot share a tensor."""
+        made = {id(tensor) for tensor in sent if tensor is not None}
         for other, residual in self._residuals.items():
             for tensor in residual.sent:
-                if any(tensor is one for one in sent):
+                if id(tensor) in made:
                     raise InputError(
                         f"stage {self.stage.stage_index} returned the same tensor object for the "
                         f"microbatches {other} and {microbatch}; in training every microbatch "
@@ -237,7 +236,9 @@ class StageRunner:
                 by_place[place] = grad if known is None else known + grad
         arrived.clear()
         for place, grad in by_place.items():
-            roots.append(residual.sent[place])
+            root = residual.sent[place]
+            assert root is not None
+            roots.append(root)
             seeds.append(grad)
         residual.sent, residual.aux, residual.term = [], [], None
         deferral, dw_builder = residual.deferral, self.stage.dw_builder
@@ -269,6 +270,15 @@ class StageRunner:
 
 
 def _nothing() -> None: ...
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers for somebody else, who may read them late.
+
+    Without autograd a module may return the same buffer for every microbatch.
+    """
+    is_fresh = torch.is_grad_enabled() and tensor.grad_fn is not None
+    return tensor.detach() if is_fresh else tensor.clone()
 
 
 def wire(

@@ -24,7 +24,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -32,13 +32,19 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
+from fxpipe.runtime.wire.failure import (
+    Deadline,
+    Failure,
+    described,
+    raise_problems,
+    remote_error,
+)
 from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport, Listener
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
 from fxpipe.runtime.wire.watch import GRACE, POLL, Life, Watch
 
-__all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "control_of"]
+__all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "agree", "control_of"]
 
 CALLS = ("nothing", "step", "eval", "clip_grad_norm_")
 """What all ranks must call together. The place of a name is its number in messages."""
@@ -56,6 +62,8 @@ class Control(Protocol):
     rank: int
     size: int
     failure: Failure | None
+    raises_everywhere: bool
+    """Whether what this rank raises is known to all: set by who lets all ranks raise together."""
 
     def begin(
         self, call: str, schedule: int, deadline: Deadline, status: Callable[[], str]
@@ -66,6 +74,12 @@ class Control(Protocol):
     def exchange(self, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]: ...
 
     def gather(self, value: Any) -> list[Any]: ...
+
+    def alike(self, own: BaseException | None = None) -> contextlib.AbstractContextManager[None]:
+        """Around checks of what all ranks have said: they fail everywhere, or nowhere.
+
+        `own` is an exception of this rank's own that the others have been told.
+        """
 
     def report(self, failure: Failure) -> Failure: ...
 
@@ -89,11 +103,15 @@ class LocalControl:
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
+        self.raises_everywhere = True
 
     def begin(
         self, call: str, schedule: int, deadline: Deadline, status: Callable[[], str]
     ) -> None:
         self.failure = None
+
+    def alike(self, own: BaseException | None = None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def end(self) -> None: ...
 
@@ -121,6 +139,13 @@ class LocalControl:
         return ""
 
 
+def agree(control: Control, problem: BaseException | None) -> None:
+    """All ranks come here; if any has a problem, all raise."""
+    told = control.gather(None if problem is None else described(problem))
+    with control.alike(problem):
+        raise_problems(told, problem)
+
+
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupControl] = weakref.WeakKeyDictionary()
 _MEETINGS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -144,7 +169,9 @@ class GroupControl:
         self.rank = group.rank()
         self.size = group.size()
         self.failure: Failure | None = None
+        self.raises_everywhere = False
         self.schedules = 0
+        self._is_busy = False
         self._group = weakref.ref(group)
         self._store: Any = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         meeting = _MEETINGS[group] = _MEETINGS.get(group, 0) + 1
@@ -243,6 +270,12 @@ class GroupControl:
         if self.failure is not None and self.failure.is_final:
             more = "the connection to the other ranks is broken since then: make a new schedule"
             raise remote_error(self.failure, more)
+        if self._is_busy:
+            raise InputError(
+                f"{call}() was called while a call of another schedule of the same process group "
+                "is not over: from a hook, a loss function, or another thread"
+            )
+        self._is_busy, self.raises_everywhere = True, False
         self._call = (CALLS.index(call), schedule)
         self._deadline = deadline
         self.failure = None
@@ -251,6 +284,7 @@ class GroupControl:
         self._watch.start(status)
 
     def end(self) -> None:
+        self._is_busy = False
         self._watch.stop()
         if self.failure is not None and self.failure.is_final:
             self.close()  # so that whoever waits for this rank learns of it
@@ -280,6 +314,7 @@ class GroupControl:
         rows = [tuple(part[: head.nbytes].view(torch.int64).tolist()) for part in parts]
         self._check(rows)
         if any(row[_HEADER + 1] for row in rows):
+            self.raises_everywhere = True
             if problem is not None:
                 raise problem
             rank = next(r for r, row in enumerate(rows) if row[_HEADER + 1])
@@ -291,6 +326,15 @@ class GroupControl:
             more = self._allgather(rest)
             texts = [a + bytes(b.tolist()) for a, b in zip(texts, more, strict=True)]
         return [loads(text[:size]) for text, size in zip(texts, sizes, strict=True)]
+
+    @contextlib.contextmanager
+    def alike(self, own: BaseException | None = None) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            if error is own or isinstance(error, FxpipeError):
+                self.raises_everywhere = True
+            raise
 
     def _row(self, phase: int, numbers: Sequence[int]) -> list[int]:
         self._sequence += 1
@@ -308,6 +352,7 @@ class GroupControl:
                 + (f" of its schedule {row[1] or 'that is new'}" if several else "")
                 for r, row in enumerate(rows)
             ]
+            self.raises_everywhere = True
             raise InputError(f"all ranks must make the same call, but {', '.join(calls)}")
         text = f"the ranks are at different places of a call: {[row[:_HEADER] for row in rows]}"
         raise remote_error(

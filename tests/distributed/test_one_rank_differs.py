@@ -1,0 +1,171 @@
+"""What fails or differs on one rank only is told to all at once, and the next step works."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import FxpipeError, RemoteStageError, Schedule1F1B, TensorChunkSpec
+from tests.distributed.bodies import blocks, mse, plain_gradients, rand, stages_of
+from tests.distributed.ranks import run_on_ranks
+from tests.runtime.training import assert_close
+
+SOON = 5.0  # at once; the machine may be busy
+PATIENCE = 60.0  # what a rank would wait that is told nothing
+
+X, Y = rand(8, 8), rand(8, 8, seed=2)
+
+
+class Uncopied(Tensor):
+    """A buffer that cannot be copied."""
+
+    refuses = False
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if cls.refuses and function is Tensor.clone:
+            raise MemoryError("no room for a copy")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def schedule(rank: int, modules: list[nn.Module], **options: Any) -> Any:
+    options.setdefault("loss_fn", mse)
+    return Schedule1F1B(stages_of(modules, [rank]), 4, timeout=PATIENCE, **options)
+
+
+def spec_of_no_input(rank: int, modules: list[nn.Module]) -> tuple[Any, Callable[[], object], str]:
+    spec = {"nonsense": TensorChunkSpec(0)} if rank == 0 else None
+    odd = schedule(rank, modules, kwargs_chunk_spec=spec)
+    return odd, lambda: odd.step(X, target=Y), "nonsense"
+
+
+def losses_that_is_no_list(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    return made, lambda: made.step(X, target=Y, losses=() if rank else []), "losses must be a list"
+
+
+def clip_to_other_norms(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+    return made, lambda: made.clip_grad_norm_(0.1 + rank), "the same max_norm"
+
+
+def clip_by_no_number(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+    return made, lambda: made.clip_grad_norm_(1.0, "two" if rank else 2.0), "could not convert"
+
+
+def weight_that_is_complex(rank: int, modules: list[nn.Module]) -> Any:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return mse(output, target), torch.tensor(1 + 2j)
+
+    made = schedule(rank, modules, loss_fn=loss)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "not a real number"
+
+
+def buffer_that_cannot_be_copied(rank: int, modules: list[nn.Module]) -> Any:
+    if rank:
+        modules[1].register_buffer("odd", torch.zeros(3).as_subclass(Uncopied))
+    made = schedule(rank, modules)
+
+    def step() -> None:
+        Uncopied.refuses = True
+        try:
+            made.step(X, target=Y)
+        finally:
+            Uncopied.refuses = False
+
+    return made, step, "no room for a copy"
+
+
+def tied_copy_on_meta(rank: int, modules: list[nn.Module]) -> Any:
+    whole = schedule(rank, modules)
+    odd = blocks(2)
+    if rank:
+        odd[1].to("meta")
+    tied = [[(0, "linear.weight"), (1, "linear.weight")]]
+    made = schedule(rank, odd, tied=tied)
+    return whole, lambda: made.step(X, target=Y), "is_meta"
+
+
+def call_within_a_call(rank: int, modules: list[nn.Module]) -> Any:
+    inner = schedule(rank, modules)
+    waiting = [inner]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if waiting:
+            waiting.pop().eval(X)
+        return mse(output, target)
+
+    made = schedule(rank, modules, loss_fn=loss)
+    return inner, lambda: made.step(X, target=Y), "of another schedule of the same process group"
+
+
+CAUSES = [
+    spec_of_no_input,
+    losses_that_is_no_list,
+    clip_to_other_norms,
+    clip_by_no_number,
+    weight_that_is_complex,
+    buffer_that_cannot_be_copied,
+    tied_copy_on_meta,
+    call_within_a_call,
+]
+
+
+def differ(rank: int, name: str) -> None:
+    cause = next(one for one in CAUSES if one.__name__ == name)
+    modules = blocks(2)
+    made, call, words = cause(rank, modules)
+    before = [None if p.grad is None else p.grad.clone() for p in modules[rank].parameters()]
+
+    begin = time.monotonic()
+    with pytest.raises(BaseException, match=words):
+        call()
+
+    assert time.monotonic() - begin < SOON
+    for p, grad in zip(modules[rank].parameters(), before, strict=True):
+        assert_close(p.grad, grad, "after the failure")
+    if cause is not spec_of_no_input:
+        modules[rank].zero_grad()
+        made.step(X, target=Y)
+        reference, _ = plain_gradients(blocks(2), X, Y)
+        for p, q in zip(modules[rank].parameters(), reference[rank].parameters(), strict=True):
+            assert_close(p.grad, q.grad, "the step after")
+
+
+@pytest.mark.parametrize("name", [cause.__name__ for cause in CAUSES])
+def test_all_ranks_raise_at_once_and_go_on(name: str) -> None:
+    run_on_ranks(2, differ, name)
+
+
+def interrupted_between_two_exchanges(rank: int) -> None:
+    modules = blocks(2)
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+
+    begin = time.monotonic()
+    with (
+        pytest.raises(KeyboardInterrupt if rank else RemoteStageError) as caught,
+        made._session.call("eval") as control,
+    ):
+        control.exchange([])
+        if rank:
+            raise KeyboardInterrupt
+        control.exchange([])
+
+    assert time.monotonic() - begin < SOON
+    assert rank or "KeyboardInterrupt" in str(caught.value)
+    with pytest.raises(FxpipeError):
+        made.step(X, target=Y)
+
+
+def test_an_interrupt_while_agreeing_breaks_the_schedule_on_all_ranks() -> None:
+    # Between two exchanges nobody is told: the other ranks waited out their timeout.
+    run_on_ranks(2, interrupted_between_two_exchanges)

@@ -135,11 +135,14 @@ def _devices() -> Iterator[Check]:
 def _backends() -> Iterator[Check]:
     import torch.distributed as dist
 
+    from fxpipe.runtime.wire.communicators import NCCL_STREAMS
+
     if not dist.is_available():
         yield Check("torch.distributed", "failed", "this build of torch has none")
         return
-    yield Check("gloo", *_found(dist.is_gloo_available(), "for CPUs"))
-    yield Check("nccl", *_found(dist.is_nccl_available(), "for NVIDIA GPUs", needed=False))
+    yield Check("gloo", *_found(dist.is_gloo_available(), "for CPUs; messages have no queue"))
+    use = f"for NVIDIA GPUs; {NCCL_STREAMS}"
+    yield Check("nccl", *_found(dist.is_nccl_available(), use, needed=False))
 
 
 def _found(there: bool, use: str, *, needed: bool = True) -> tuple[State, str]:

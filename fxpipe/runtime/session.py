@@ -33,7 +33,6 @@ from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, agr
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
-    GroupTransport,
     LocalChannels,
     LocalTransport,
     Transport,
@@ -205,6 +204,7 @@ class Session:
             call,
             autocast=bool(self.autocast()),
             is_local=self.is_local,
+            streams=control.streams(next(iter(self.stages.values())).device),
         )
         brief: dict[str, Any] = {}
         ranks = list(range(self.program.num_ranks)) if self.is_local else [control.rank]
@@ -226,7 +226,7 @@ class Session:
         with control.alike(problem):
             check_pipelines([one["pipeline"] for one in said])
             raise_problems([one["problem"] for one in said], problem)
-        self._connect(control, maker)
+        self._connect(control)
         plan = maker.make(
             [one["brief"] for one in said],
             chunks,
@@ -245,7 +245,7 @@ class Session:
                 self._number = control.schedules
         return plan
 
-    def _connect(self, control: Control, maker: PlanMaker) -> None:
+    def _connect(self, control: Control) -> None:
         if self._transports:
             return
         if not isinstance(control, GroupControl):
@@ -254,15 +254,7 @@ class Session:
             self._transports = {rank: LocalTransport(rank, channels) for rank in ranks}
             return
         device = next(iter(self.stages.values())).device
-        transport = control.transport(device)
-        self._transports = {control.rank: transport}
-        if isinstance(transport, GroupTransport) and device.type != "cpu":
-            rank_of = self.program.placement.stage_to_rank
-            edges = maker.front.edges(self.program.num_stages)
-            pairs = {tuple(sorted((rank_of[a], rank_of[b]))) for a, b in edges}
-            ours = [p for p in sorted(pairs) if p[0] != p[1] and control.rank in p]
-            peers = [b if a == control.rank else a for a, b in ours]
-            transport.warm_up(peers, control.rank, device)
+        self._transports = {control.rank: control.transport(device)}
 
     def _check(self, call: Call) -> None:
         if call.training and not torch.is_grad_enabled():

@@ -229,7 +229,7 @@ class StepRun:
             failure = interrupted.failure
             if failure.is_final:
                 self._tell_replicas(str(failure))
-                raise remote_error(failure) from None
+                raise self._final(failure) from None
             return self._drained(remote_error(failure))
         except TransportError as error:
             raise self._lost(error) from error
@@ -303,6 +303,9 @@ class StepRun:
         """A peer is gone or does not answer: there is nothing left to confirm."""
         failure = self.control.lost(error, self._where())
         self._tell_replicas(str(failure))
+        return self._final(failure)
+
+    def _final(self, failure: Failure) -> BaseException:
         return remote_error(failure, self.control.diagnose() if failure.kind == "hang" else "")
 
     # After the program

@@ -2,8 +2,8 @@
 
 The processes are started once per pytest process and kept, because importing torch
 takes longer than most tests; all are forked from one that has imported it. Each call
-gives them a fresh gloo process group on a free port. A process that dies or does not
-answer in time is replaced; the test that caused it fails and says so.
+gives them a fresh process group on a free port, of gloo or of an emulated backend. A process
+that dies or does not answer in time is replaced; the test that caused it fails and says so.
 
     results = run_on_ranks(2, body, "1F1B")      # body(rank, "1F1B") on each rank
 """
@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.backends import nccl_like
+
 __all__ = ["RankFailedError", "answers_of_ranks", "close_pipe", "run_on_ranks"]
 
 LIMIT = 150.0
@@ -37,14 +39,18 @@ class RankFailedError(AssertionError):
 
 
 def run_on_ranks(
-    num_ranks: int, body: Callable[..., Any], *args: Any, limit: float = LIMIT
+    num_ranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    limit: float = LIMIT,
+    backend: str = "gloo",
 ) -> list[Any]:
     """What `body(rank, *args)` returns on each of `num_ranks` processes.
 
     `body` must be a function of a test module. Raises RankFailedError with the
     traceback of every rank that failed.
     """
-    answers = answers_of_ranks(num_ranks, body, *args, limit=limit)
+    answers = answers_of_ranks(num_ranks, body, *args, limit=limit, backend=backend)
     failed = [f"--- rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
     if failed:
         raise RankFailedError("\n".join(failed))
@@ -52,14 +58,18 @@ def run_on_ranks(
 
 
 def answers_of_ranks(
-    num_ranks: int, body: Callable[..., Any], *args: Any, limit: float = LIMIT
+    num_ranks: int,
+    body: Callable[..., Any],
+    *args: Any,
+    limit: float = LIMIT,
+    backend: str = "gloo",
 ) -> list[tuple[bool, Any]]:
     """For each rank whether `body` came back, and what it returned or what happened to it."""
     workers = _workers(num_ranks)
     port = _free_port()
     name = (body.__module__, body.__qualname__)
     for rank, (_, pipe) in enumerate(workers):
-        pipe.send((name, args, rank, num_ranks, port))
+        pipe.send((name, args, rank, num_ranks, port, backend))
     deadline = time.monotonic() + limit
     answers = [_answer(process, pipe, deadline, limit) for process, pipe in workers]
     for place, (is_ok, text) in enumerate(answers):
@@ -157,17 +167,23 @@ def _serve(pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         try:
-            (module, qualname), args, rank, num_ranks, port = pipe.recv()
+            (module, qualname), args, rank, num_ranks, port, backend = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, _call(module, qualname, args, rank, num_ranks, port)))
+            pipe.send((True, _call(module, qualname, args, rank, num_ranks, port, backend)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
 
 def _call(
-    module: str, qualname: str, args: tuple[Any, ...], rank: int, num_ranks: int, port: int
+    module: str,
+    qualname: str,
+    args: tuple[Any, ...],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    backend: str,
 ) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
@@ -175,8 +191,10 @@ def _call(
     for part in qualname.split("."):
         body = getattr(body, part)
     torch.manual_seed(0)
+    if backend != "gloo":
+        nccl_like.register()
     dist.init_process_group(
-        "gloo", rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=LIMIT)
+        backend, rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=LIMIT)
     )
     try:
         return body(rank, *args)

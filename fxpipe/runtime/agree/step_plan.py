@@ -23,6 +23,7 @@ from fxpipe.errors import InputError, ScheduleError
 from fxpipe.microbatch import split_target
 from fxpipe.program import Action, Edges, Kind, Program, lower, walk
 from fxpipe.program.generators import forward_only_on
+from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.agree.inputs import check_keywords, known_keywords, stage_inputs, tensors_of
 from fxpipe.runtime.agree.interfaces import InterfaceProber
 from fxpipe.runtime.agree.request import Call, Chunks, Options
@@ -35,6 +36,7 @@ from fxpipe.runtime.stage.stage_kind import Interfaces, Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
 from fxpipe.runtime.wire.control import Control, agree
 from fxpipe.runtime.wire.plain import dumps
+from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport
 
 __all__ = ["PlanMaker", "Route", "StepPlan", "check_pipelines"]
@@ -96,8 +98,9 @@ class PlanMaker:
         *,
         autocast: bool,
         is_local: bool,
+        streams: Streams | None,
     ) -> None:
-        self.is_local = is_local
+        self.is_local, self.streams = is_local, streams
         self.stages, self.program, self.options, self.hooks = stages, program, options, hooks
         self.call, self.autocast = call, autocast
         self.rank_of = program.placement.stage_to_rank
@@ -150,6 +153,7 @@ class PlanMaker:
             "kind of stages": self.front.kind,
             "scale_grads": options.scale_grads,
             "receives": options.receives,
+            "streams": self.streams,
             "max_unsharded": options.max_unsharded,
             "tied": [[list(at) for at in shared.locations] for shared in options.tied],
             "program": hashlib.sha256(str(program).encode()).hexdigest()[:12],
@@ -243,6 +247,7 @@ class PlanMaker:
             interfaces = self.front.agree(
                 prober, distinct, facts, training=training, autocast=self.autocast
             )
+        self._connect(routes, transports)
         if broadcasts_tied:
             for rank, transport in transports.items():
                 ties.broadcast(self.tied, rank, transport)
@@ -264,6 +269,17 @@ class PlanMaker:
         agree(control, problem)
         assert plan is not None
         return plan
+
+    def _connect(self, routes: Sequence[Route], transports: Mapping[int, Transport]) -> None:
+        """Set up the way between all ranks that will talk, in an order that all ranks follow."""
+        edges = self.front.edges(self.program.num_stages)
+        pairs = [(self.rank_of[source], self.rank_of[target]) for source, target in edges]
+        pairs += [(route.source, route.target) for route in routes]
+        pairs += [(group.owner, peer) for group in self.tied for peer in group.ranks[1:]]
+        device = next(iter(self.stages.values())).device
+        for rank, transport in transports.items():
+            if isinstance(transport, StreamTransport):
+                transport.connect([pair for pair in pairs if len(set(pair)) > 1], rank, device)
 
     def _check_program(self, training: bool) -> None:
         kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -427,6 +443,7 @@ class PlanMaker:
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
             reduce_grad=any(brief["reduces"] for brief in briefs) and training,
             max_unsharded=self.options.max_unsharded if shards and training else None,
+            streams=self.streams,
         )
 
     def _weights(self, rows: tuple[int, ...] | None) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.runtime.parameters.replicas import Replicas
+from fxpipe.runtime.wire.communicators import backend_of
 
 __all__ = ["DdpSync"]
 
@@ -35,10 +36,15 @@ class _Bucket:
     flat: torch.Tensor
     work: dist.Work
     targets: list[torch.Tensor]
-    size: int
+    group: dist.ProcessGroup
+
+    @property
+    def blocks(self) -> bool:
+        """Whether to wait for it is to stop the host; else only the device waits."""
+        return backend_of(self.group, self.flat.device) == "gloo"
 
     def give_back(self) -> None:
-        self.flat.div_(self.size)
+        self.flat.div_(self.group.size())
         parts = torch.split_with_sizes(self.flat, [target.numel() for target in self.targets])
         for target, part in zip(self.targets, parts, strict=True):
             target.copy_(part.view_as(target))
@@ -112,7 +118,10 @@ class DdpSync:
 
     def finish(self) -> None:
         for bucket in self._open:
-            self._replicas.wait(bucket.work)
+            if bucket.blocks:
+                self._replicas.wait(bucket.work)
+            else:
+                bucket.work.wait()
             bucket.give_back()
         self._open.clear()
 
@@ -140,7 +149,7 @@ def _averages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        made.append(_Bucket(flat, work, bucket, group.size()))
+        made.append(_Bucket(flat, work, bucket, group))
     return made
 
 

@@ -117,12 +117,12 @@ class Replicas:
 
 
 def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group if it can carry CPU tensors, or another of the same ranks that can."""
+    """The group if gloo carries its CPU tensors, or another of the same ranks where it does."""
     try:
-        group._get_backend(torch.device("cpu"))
+        is_gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:
-        return side_group(group)
-    return group
+        is_gloo = False
+    return group if is_gloo else side_group(group)
 
 
 def _written(message: str) -> torch.Tensor:

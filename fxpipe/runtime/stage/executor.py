@@ -135,10 +135,11 @@ class Executor:
             if is_send:
                 shapes = self._shapes(value)
                 empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in shapes]
-                self._transport.send(self._stage_to_rank[value.peer], empty)
+                self._transport.send(self._stage_to_rank[value.peer], empty, _lane(value))
             else:
                 source = self._stage_to_rank[value.stage]
-                incoming.append(self._transport.recv(source, self._shapes(value), device))
+                shapes = self._shapes(value)
+                incoming.append(self._transport.recv(source, shapes, device, _lane(value)))
         for pending in incoming:
             pending.wait()
         self._transport.finish()
@@ -246,12 +247,12 @@ class Executor:
 
     def _bind_send(self, value: Value, stage: int) -> Run:
         slot, peer = self._slot(value), self._stage_to_rank[value.peer]
-        send, sent = self._transport.send, self._sent
+        send, sent, lane = self._transport.send, self._sent, _lane(value)
         self._transfers.append((True, value, stage))
         moved = len(self._transfers)
 
         def run() -> None:
-            handle = send(peer, self._slots[slot])
+            handle = send(peer, self._slots[slot], lane)
             self._moved = moved
             self._slots[slot] = None
             if handle is not None and value.kind is ValueKind.ACTIVATION:
@@ -266,12 +267,12 @@ class Executor:
             self._shapes(value),
             self._transport.recv,
         )
-
+        lane = _lane(value)
         self._transfers.append((False, value, stage))
         moved = len(self._transfers)
 
         def run() -> None:
-            self._slots[slot] = recv(peer, shapes, device)
+            self._slots[slot] = recv(peer, shapes, device, lane)
             self._moved = moved
 
         return run
@@ -346,6 +347,10 @@ def _stepper(executor: Executor) -> Callable[[int, Run], None]:
             spans.append(Span(executor.rank, action, start + executor.waited, time.perf_counter()))
 
     return step
+
+
+def _lane(value: Value) -> int:
+    return 0 if value.kind is ValueKind.ACTIVATION else 1
 
 
 def _in_order(parts: Sequence[Action], edges: Edges) -> list[Action]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import time
@@ -32,6 +33,8 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError, InputError
+from fxpipe.program.play.queues import Streams
+from fxpipe.runtime.wire.communicators import backend_of, own_communicators, streams_of
 from fxpipe.runtime.wire.failure import (
     Deadline,
     Failure,
@@ -41,6 +44,7 @@ from fxpipe.runtime.wire.failure import (
 )
 from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport, Listener
+from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
 from fxpipe.runtime.wire.watch import GRACE, POLL, Life, Watch
 
@@ -49,6 +53,7 @@ __all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "agree", "control
 CALLS = ("nothing", "step", "eval", "clip_grad_norm_")
 """What all ranks must call together. The place of a name is its number in messages."""
 
+_LOG = logging.getLogger(__name__)
 _WIDTH = 8  # numbers of an exchange
 _HEADER = 4  # of them: call, schedule, phase, number of the exchange
 _BLOCK = 4096  # bytes of what a rank says in a gathering, if that is enough
@@ -88,6 +93,9 @@ class Control(Protocol):
 
     def give_up(self, failure: Failure) -> None:
         """Stop talking to the other ranks, for good."""
+
+    def streams(self, device: torch.device) -> Streams | None:
+        """What shares a queue on the way of tensors on `device`; None if nothing does."""
 
     def lost(self, error: TransportError, where: Failure) -> Failure:
         """Find out who is gone or silent after a transfer failed, and tell everybody."""
@@ -131,6 +139,10 @@ class LocalControl:
 
     def give_up(self, failure: Failure) -> None:
         self.failure = failure
+
+    def streams(self, device: torch.device) -> Streams | None:
+        del device
+        return None
 
     def lost(self, error: TransportError, where: Failure) -> Failure:
         raise AssertionError("a transfer within one process failed") from error
@@ -181,7 +193,7 @@ class GroupControl:
         self._sequence = 0
         self._call = (0, 0)
         self._deadline = deadline
-        self._transports: dict[str, Transport] = {}
+        self._transports: dict[str, StreamTransport] = {}
         listener = _listener(group)
         try:
             self._hosts = self._hello(listener)
@@ -255,12 +267,29 @@ class GroupControl:
         """How tensors on `device` travel; all ranks ask for the same in the same order."""
         group = self._group()
         assert group is not None
-        backend = _backend(group, device)
-        if backend == "gloo":
+        streams = streams_of(group, device)
+        if streams is None:
             return self._data
+        backend = backend_of(group, device)
         if backend not in self._transports:
-            self._transports[backend] = GroupTransport(_like(group, backend, self._deadline))
+            lanes = own_communicators(group, device, self._deadline)
+            made = StreamTransport(lanes, streams, self._gave_up)
+            made.begin(self._deadline, self._sequence)
+            self._transports[backend] = made
+            _LOG.info(
+                "%s tensors travel over %d communicators of our own (%s, one queue per %s)",
+                device.type,
+                len(lanes),
+                backend,
+                streams,
+            )
         return self._transports[backend]
+
+    def streams(self, device: torch.device) -> Streams | None:
+        """What shares a queue on the way of tensors on `device`; None if nothing does."""
+        group = self._group()
+        assert group is not None
+        return streams_of(group, device)
 
     # Calls
 
@@ -435,10 +464,14 @@ class GroupControl:
     def look(self) -> None:
         """Look for a failure in the store; say what we are doing if it is final."""
         known = self.failure
-        if (known is None or not known.is_final) and self._store.check([self._failure_key]):
-            self.failure = Failure(**json.loads(self._store.get(self._failure_key).decode()))
-            if self.failure.is_final:
-                self._status()
+        if known is not None and known.is_final:
+            return
+        # A rank that cannot get over the failure it has reported says so under the next key.
+        for key in (self._failure_key, self._key(f"failure/{self._failures + 1}")):
+            if self._store.check([key]):
+                self.failure = Failure(**json.loads(self._store.get(key).decode()))
+        if self.failure is not None and self.failure.is_final:
+            self._status()
 
     def watch(self, is_active: bool) -> None:
         """What the thread does again and again."""
@@ -451,6 +484,19 @@ class GroupControl:
             if gone is not None:
                 rank, why = gone
                 self.report(Failure(rank, None, None, "", "ConnectionError", why, "lost"))
+            elif self._deadline.left() == 0.0:
+                self._look_at_transfers()
+
+    def _look_at_transfers(self) -> None:
+        """The host may wait for a device that waits for a peer: nobody else looks at the clock."""
+        silent = [transport.oldest() for transport in self._transports.values()]
+        for rank in (rank for rank in silent if rank is not None):
+            text = (
+                f"no answer from rank {rank}: timed out after {self._deadline.seconds:g} s "
+                f"(noticed by rank {self.rank})"
+            )
+            self.report(Failure(rank, None, None, "", "TimeoutError", text, "hang"))
+            return
 
     def lost(self, error: TransportError, where: Failure) -> Failure:
         # Another rank may know why: one that gave up closes its connections, too.
@@ -554,32 +600,6 @@ def _listener(group: dist.ProcessGroup) -> Listener | None:
         return Listener()
     except OSError:
         return None
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that carries tensors of a device, or gloo."""
-    try:
-        return str(group._get_backend(device).name()).lower()
-    except RuntimeError:
-        return "gloo"
-
-
-def _like(group: dist.ProcessGroup, backend: str, deadline: Deadline) -> dist.ProcessGroup:
-    """A group of the same ranks on the same backend, for our messages alone."""
-    timeout = datetime.timedelta(seconds=max(deadline.left(), 1.0))
-    if group.bound_device_id is not None:  # its communicator exists: others are split from it
-        made = dist.split_group(group, [list(range(group.size()))], timeout)
-    else:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout,
-            backend,
-            use_local_synchronization=True,
-            sort_ranks=False,
-        )
-    assert made is not None
-    assert made.rank() == group.rank()
-    return made
 
 
 def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

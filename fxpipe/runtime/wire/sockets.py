@@ -76,27 +76,29 @@ class HostTransport:
         for wire in self._wires.values():
             wire.number = number & 0xFFFFFFFF
 
-    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Any:
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> Any:
         wire = self._wires.get(peer)
         if wire is None:
-            return self._group.send(peer, tensors)
+            return self._group.send(peer, tensors, lane)
         size = 0
         for tensor in tensors:
             size += tensor.nbytes
         if size > LARGEST:
-            return self._group.send(peer, tensors)
+            return self._group.send(peer, tensors, lane)
         if self._behind:
             self._write()
         wire.send(tensors, size)
         return None
 
-    def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming:
+    def recv(
+        self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
+    ) -> Incoming:
         wire = self._wires.get(peer)
         if wire is None:
-            return self._group.recv(peer, shapes, device)
+            return self._group.recv(peer, shapes, device, lane)
         size = _size(tuple(shapes))
         if size > LARGEST:
-            return self._group.recv(peer, shapes, device)
+            return self._group.recv(peer, shapes, device, lane)
         if self._behind:
             self._write()
         made = [torch.empty(shape, dtype=dtype, device=_CPU) for shape, dtype in shapes]
@@ -109,11 +111,6 @@ class HostTransport:
         self._group.finish()
         while self._behind:
             self._block(next(iter(self._behind)).peer)
-
-    def forget(self, peer: int) -> None:
-        self._group.forget(peer)
-        if peer in self._wires:
-            self._behind.discard(self._wires.pop(peer))
 
     def abandon(self) -> None:
         self._group.abandon()

@@ -1,11 +1,12 @@
-"""Move tensors between ranks: over a process group of our own, or within one process.
+"""Move tensors between ranks: over a gloo group of our own, or within one process.
 
 A `Transport` posts sends and receives; neither blocks. `Incoming.wait` blocks until the tensors
 are there, at most until the deadline of the call that was last begun. The two ends of a rank pair
 post the same messages in the same order: the program is lowered that way and validated.
 
-The in-process transport hands tensors over by reference. The process-group transport keeps a sent
-tensor alive until the send is known to be complete, because backends read its memory late.
+The in-process transport hands tensors over by reference. The gloo transport keeps a sent tensor
+alive until the send is known to be complete, because gloo reads its memory late. Accelerators
+have a transport of their own (`stream_transport`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "TensorShape",
     "Transport",
     "TransportError",
+    "as_bytes",
 ]
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
@@ -60,18 +62,20 @@ class Transport(Protocol):
     def begin(self, deadline: Deadline, number: int) -> None:
         """A call begins: every message says its number, every wait ends with its deadline."""
 
-    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> Any:
-        """Post a message; the handle goes to `release` once the peer has surely read it."""
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> Any:
+        """Post a message; the handle goes to `release` once the peer has surely read it.
 
-    def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming: ...
+        Messages of different lanes do not wait for each other: activations, gradients.
+        """
+
+    def recv(
+        self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
+    ) -> Incoming: ...
 
     def release(self, handle: Any) -> None: ...
 
     def finish(self) -> None:
         """Wait until everything sent has been read, or needs this rank no longer."""
-
-    def forget(self, peer: int) -> None:
-        """Forget what is open with a rank that is gone."""
 
     def abandon(self) -> None:
         """Forget what is open, after a call has failed."""
@@ -116,13 +120,16 @@ class LocalTransport:
     def begin(self, deadline: Deadline, number: int) -> None:
         del deadline, number
 
-    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> None:
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> None:
+        del lane
         pair = (self._rank, peer)
         self._channels.messages[*pair, self._channels.sent[pair]] = list(tensors)
         self._channels.sent[pair] += 1
 
-    def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming:
-        del shapes, device
+    def recv(
+        self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
+    ) -> Incoming:
+        del shapes, device, lane
         pair = (peer, self._rank)
         self._channels.posted[pair] += 1
         return _LocalIncoming(self._channels, (*pair, self._channels.posted[pair] - 1))
@@ -131,9 +138,6 @@ class LocalTransport:
         del handle
 
     def finish(self) -> None: ...
-
-    def forget(self, peer: int) -> None:
-        del peer
 
     def abandon(self) -> None:
         self._channels.clear()
@@ -173,7 +177,7 @@ class _Outgoing:
 
 
 class GroupTransport:
-    """Point-to-point messages over a group that nobody else uses. Peers are group ranks."""
+    """Messages over a gloo group that nobody else uses. Peers are group ranks."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -185,21 +189,25 @@ class GroupTransport:
         self._deadline = deadline
         self._tag = number % _UNUSED_TAG
 
-    def send(self, peer: int, tensors: Sequence[torch.Tensor]) -> _Outgoing:
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> _Outgoing:
+        del lane  # gloo's messages have no queue in which they could wait for each other
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         works = self._post(self._group.send, peer, dense)
         outgoing = _Outgoing(peer, dense, works)
         self._open.add(outgoing)
         return outgoing
 
-    def recv(self, peer: int, shapes: Sequence[TensorShape], device: torch.device) -> Incoming:
+    def recv(
+        self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
+    ) -> Incoming:
+        del lane
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         works = self._post(self._group.recv, peer, tensors)
         return _GroupIncoming(self, peer, tensors, works)
 
     def _post(self, post: Any, peer: int, tensors: Sequence[torch.Tensor]) -> list[dist.Work]:
         try:
-            return [post([_bytes(t)], peer, self._tag) for t in tensors]
+            return [post([as_bytes(t)], peer, self._tag) for t in tensors]
         except RuntimeError as error:
             if any(word in str(error) for word in ("onnection", "clos", "roken", "imed out")):
                 raise TransportError(peer, str(error), timed_out=False) from error
@@ -224,18 +232,11 @@ class GroupTransport:
         while self._open:
             self.release(next(iter(self._open)))
 
-    def forget(self, peer: int) -> None:
-        self._open = {one for one in self._open if one.peer != peer}
-
     def abandon(self) -> None:
         self._open.clear()
 
     def close(self) -> None:
         self._open.clear()
-        if not isinstance(self._group, dist.ProcessGroupGloo):
-            with contextlib.suppress(Exception):
-                self._group.abort()
-            return
         # gloo wakes nobody on abort; a wait that times out closes every connection of its group.
         with contextlib.suppress(RuntimeError):
             group: Any = self._group
@@ -244,19 +245,7 @@ class GroupTransport:
             work = group.recv([nothing], peer, _UNUSED_TAG)
             work.wait(datetime.timedelta(milliseconds=1))
 
-    def warm_up(self, peers: Sequence[int], rank: int, device: torch.device) -> None:
-        """Exchange one byte with each peer, in the order given, the same on all ranks.
 
-        Backends that connect lazily (NCCL) set up a communicator for a pair when it
-        is first used, and two ranks that do so in different orders wait forever.
-        """
-        for peer in peers:
-            token = torch.zeros(1, dtype=torch.uint8, device=device)
-            posts = (self._group.send, self._group.recv)
-            for post in posts if rank < peer else reversed(posts):
-                self.complete(post([token], peer, self._tag), peer)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # Backends know few dtypes; all of them know bytes.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: backends know few dtypes, but all of them know bytes."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,1 @@
+"""Process-group backends that behave like those of machines we do not have."""

@@ -1,0 +1,202 @@
+"""Over communicators like NCCL's: the plain model's gradients, or a clear error soon."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpipe import RemoteStageError, Schedule1F1B, ScheduleError, get_schedule_class
+from tests.backends import nccl_like
+from tests.distributed import bodies, test_data_parallel, test_faults
+from tests.distributed.bodies import blocks, layout, mse, rand, stages_of
+from tests.distributed.ranks import RankFailedError, run_on_ranks
+from tests.runtime.training import SCHEDULE_NAMES
+
+STREAMS = nccl_like.MODELS
+SOON = 8.0  # the time-outs are longer
+
+
+def on_streams(rank: int, body: Callable[..., Any], *args: Any) -> Any:
+    """Run a body; its messages went over two communicators of our own, and no host waited."""
+    nccl_like.instances()  # forget the user's
+    result = body(rank, *args)
+    own = [group for group in nccl_like.instances() if group.posted]
+    assert len(own) == 2, "one communicator for activations, one for gradients"
+    assert [group.host_waits for group in own] == [0, 0]
+    return result
+
+
+def run_on_streams(num_ranks: int, streams: str, body: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_on_ranks(num_ranks, on_streams, body, *args, backend=f"nccl_{streams}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "streams"),
+    [(name, STREAMS[i % 3]) for i, name in enumerate(SCHEDULE_NAMES)],
+)
+def test_every_schedule_trains(schedule: str, streams: str) -> None:
+    run_on_streams(3, streams, bodies.train_blocks, schedule, 3, 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_every_schedule_on_every_model_of_streams(
+    schedule: str, num_ranks: int, streams: str
+) -> None:
+    run_on_streams(num_ranks, streams, bodies.train_blocks, schedule, num_ranks, 5)
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule", "style", "streams"),
+    [
+        ("gpt", "ZBVZeroBubble", "ranks", "rank"),
+        ("encoder_decoder", "DualPipeV", "ranks", "pair"),
+    ],
+)
+def test_ties_skips_and_routed_inputs(model: str, schedule: str, style: str, streams: str) -> None:
+    run_on_streams(2, streams, bodies.train_model, model, schedule, 2, style)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("style", ["same", "ranks"])
+@pytest.mark.parametrize("model", ["gpt", "unet", "encoder_decoder", "moe"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_models_on_every_model_of_streams(
+    model: str, schedule: str, style: str, streams: str
+) -> None:
+    run_on_streams(2, streams, bodies.train_model, model, schedule, 2, style)
+
+
+def replicated(rank: int, schedule: str, wrapper: str, streams: str) -> None:
+    nccl_like.register()
+    test_data_parallel.two_by_two(rank, schedule, wrapper, f"nccl_{streams}")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wrapper", "streams"),
+    [("ZBVZeroBubble", "ddp", "rank"), ("Interleaved1F1B", "fsdp", "pair")],
+)
+def test_replicas(schedule: str, wrapper: str, streams: str) -> None:
+    run_on_ranks(4, replicated, schedule, wrapper, streams)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_replicas_on_every_model_of_streams(schedule: str, wrapper: str, streams: str) -> None:
+    run_on_ranks(4, replicated, schedule, wrapper, streams)
+
+
+# Receives that are posted late
+
+
+def late_receives(rank: int, schedule: str, receives: str, is_refused: bool) -> None:
+    indices, num_stages = layout(schedule, rank, 3)
+    stages = stages_of(blocks(num_stages), indices)
+    made = get_schedule_class(schedule)(stages, 6, loss_fn=mse, receives=receives)
+    if is_refused:
+        with pytest.raises(ScheduleError, match=f"receives='{receives}' does not suit"):
+            made.step(rand(12, 8), target=rand(12, 8))
+    else:
+        made.step(rand(12, 8), target=rand(12, 8))
+
+
+@pytest.mark.parametrize(
+    ("receives", "streams", "is_refused"),
+    [
+        ("late", "rank", True),
+        ("late", "pair", False),
+        ("latest", "pair", True),
+        ("latest", "direction", False),
+    ],
+)
+def test_receives_that_would_deadlock_are_refused(
+    receives: str, streams: str, is_refused: bool
+) -> None:
+    body = (late_receives, "Interleaved1F1B", receives, is_refused)
+    run_on_ranks(3, *body, backend=f"nccl_{streams}")
+
+
+# Faults
+
+
+@pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])
+def test_a_users_exception_reaches_all_ranks_and_the_next_step_works(
+    stage: int, where: str
+) -> None:
+    body = (test_faults.fault_in_stage, Schedule1F1B, stage, where, 3)
+    run_on_ranks(3, *body, backend="nccl_rank")
+
+
+@pytest.mark.parametrize("body", [test_faults.lost_peer, test_faults.lost_inside])
+def test_a_peer_that_dies_unnoticed_is_noticed(body: Callable[..., Any]) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_on_ranks(3, body, 2, 3, backend="nccl_rank")
+
+    assert "rank 2: did not survive: exit code 3" in str(caught.value)
+    assert str(caught.value).count("--- rank") == 1
+
+
+def test_a_hang_says_who_waits_for_whom() -> None:
+    texts = run_on_ranks(2, test_faults.hang, backend="nccl_rank")
+
+    assert "no answer from rank 0" in texts[1]
+    assert "rank 0: in action 0F0" in texts[1]
+
+
+class Broken(nn.Module):
+    """Its device breaks in the third forward: from then on no tensor can be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+        self.left = 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            _break_device()
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.linear(x)
+
+
+def _break_device() -> None:
+    def zeros(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    torch.zeros = zeros
+
+
+def broken_device(rank: int) -> None:
+    modules = [*blocks(2), Broken()]
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse, timeout=60.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    modules[2].left = 2
+    start, zeros = time.monotonic(), torch.zeros
+    try:
+        with pytest.raises(RuntimeError if rank == 2 else RemoteStageError, match="device-side"):
+            made.step(rand(8, 8), target=rand(8, 8))
+    finally:
+        torch.zeros = zeros
+    assert time.monotonic() - start < SOON
+
+
+def test_a_broken_device_counts_as_lost_at_once() -> None:
+    run_on_ranks(3, broken_device, backend="nccl_rank")
+
+
+def test_a_chain_connects_in_two_rounds_and_a_star_in_as_many_as_it_has_rays() -> None:
+    from fxpipe.runtime.wire.communicators import matchings
+
+    for num_ranks in (2, 3, 8, 33):
+        chain = [(rank, rank + 1) for rank in range(num_ranks - 1)]
+        assert len(matchings(chain)) == min(2, num_ranks - 1)
+        star = [(rank, 0) for rank in range(1, num_ranks)]
+        assert len(matchings(star)) == num_ranks - 1

@@ -2,7 +2,7 @@
 
 The packages and their order are those of docs/architecture.md:
 
-    {errors, logs, text} <- {graph, program, microbatch} <- {planner, viz, runtime}
+    {errors, logs, text, torch_inside} <- {graph, program, microbatch} <- {planner, viz, runtime}
         <- {stage, schedules} <- cli
 
 Names in braces do not know each other, apart from `schedules`, which uses `stage`.
@@ -17,12 +17,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "fxpipe"
 
-BASE = {"errors", "logs", "text"}
+BASE = {"errors", "logs", "text", "torch_inside"}
 MATTER = BASE | {"graph", "program", "microbatch"}
 ALLOWED = {
     "errors": set(),
     "logs": {"errors"},
     "text": set(),
+    "torch_inside": {"torch_names"},
+    "torch_names": set(),
     "example_models": set(),
     "graph": BASE,
     "program": {"errors", "text"},

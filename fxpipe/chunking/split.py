@@ -30,6 +30,7 @@ from fxpipe.chunking.specs import (
 from fxpipe.chunking.tree import Path, Template, build, open_node, path_text
 from fxpipe.chunking.values import Deal, cut, deal_of, describe, is_value, num_dims, num_rows
 from fxpipe.errors import InputError
+from fxpipe.torch_inside import version_of
 
 __all__ = [
     "Batch",
@@ -186,7 +187,7 @@ def pieces(tree: Tree, deal: Deal | None, chunks: int) -> list[Any]:
 def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
     """The tensors that several microbatches are going to see."""
     return tuple(
-        Shared(tree, leaf, leaf.value._version)
+        Shared(tree, leaf, version_of(leaf.value))
         for tree in trees
         for leaf in tree.leaves
         if chunks > 1
@@ -200,7 +201,7 @@ def check_unchanged(shared: Sequence[Shared]) -> None:
     """Raises:
     InputError: one of these was changed in place since, so that others saw the change.
     """
-    changed = [one for one in shared if one.leaf.value._version != one.version]
+    changed = [one for one in shared if version_of(one.leaf.value) != one.version]
     if changed:
         raise InputError(
             "the model changes inputs in place that go whole to every microbatch, so later "

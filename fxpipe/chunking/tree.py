@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils import _pytree
+
+from fxpipe.torch_inside import pytree
 
 __all__ = ["Node", "Path", "Template", "build", "open_node", "path_text"]
 
@@ -48,9 +49,9 @@ def open_node(value: Any) -> Node | None:
         return Node("index", range(len(value)), value, kind)
     if isinstance(value, torch.Tensor | BlockMask | torch.Size):  # a Size would become a tuple
         return None
-    if _pytree.is_namedtuple_instance(value):
+    if pytree.is_namedtuple_instance(value):
         return Node("attr", kind._fields, value, kind._make)
-    if kind in _pytree.SUPPORTED_NODES:
+    if kind in pytree.SUPPORTED_NODES:
         return _open_registered(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
@@ -92,15 +93,15 @@ def path_text(root: str, path: Path) -> str:
 
 
 def _open_registered(value: Any) -> Node:
-    definition = _pytree.SUPPORTED_NODES[type(value)]
+    definition = pytree.SUPPORTED_NODES[type(value)]
     children, context = definition.flatten_fn(value)
     style = "index"
     keys: list[Any] = list(range(len(children)))
     if definition.flatten_with_keys_fn is not None:
         entries: list[Any] = [key for key, _ in definition.flatten_with_keys_fn(value)[0]]
-        if all(isinstance(entry, _pytree.MappingKey) for entry in entries):
+        if all(isinstance(entry, pytree.MappingKey) for entry in entries):
             style, keys = "key", [entry.key for entry in entries]
-        elif all(isinstance(entry, _pytree.GetAttrKey) for entry in entries):
+        elif all(isinstance(entry, pytree.GetAttrKey) for entry in entries):
             style, keys = "attr", [entry.name for entry in entries]
     absent = []
     if dataclasses.is_dataclass(value):

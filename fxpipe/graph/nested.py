@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from fxpipe.torch_inside import pytree
 
 __all__ = [
     "Accessor",

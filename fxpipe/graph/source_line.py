@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fxpipe import torch_inside
+
 __all__ = ["Place", "failing_frame", "is_ours", "is_users", "user_depth", "user_frame"]
 
 
@@ -31,7 +33,7 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-_OURS = __file__.rpartition("/")[0]
+_OURS = (__file__.rpartition("/")[0] + "/", str(torch_inside.__file__))
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
 
 
@@ -72,4 +74,4 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Say whether a file is neither ours nor torch's."""
-    return not file.startswith((_OURS, _TORCH, "<"))
+    return not file.startswith((*_OURS, _TORCH, "<"))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.planner.cost.training import Checkpointing
+from fxpipe.torch_inside import CPU_ATTENTION, overload_packet
 
 __all__ = ["apply_checkpointing", "remove_checkpointing"]
 
@@ -62,12 +63,12 @@ def _wrap(module: nn.Module, how: Checkpointing) -> None:
     module.__dict__["forward"] = forward
 
 
-_PRODUCTS = frozenset({*flop_registry, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu})
+_PRODUCTS = frozenset({*flop_registry, CPU_ATTENTION})
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Results of products are kept, all else is computed again."""
-    packet = getattr(op, "_overloadpacket", op)
+    packet = overload_packet(op)
     if packet in _PRODUCTS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from fxpipe.torch_inside import buffers_of, version_of
+
 __all__ = ["ChangingBuffers", "Rollback"]
 
 
@@ -25,7 +27,7 @@ class ChangingBuffers:
 
 def _is_changed(buffer: torch.Tensor, version: int, before: torch.Tensor | None) -> bool:
     # BatchNorm's kernel changes its statistics without counting a version: compare values, too.
-    return buffer._version != version or (before is not None and not torch.equal(buffer, before))
+    return version_of(buffer) != version or (before is not None and not torch.equal(buffer, before))
 
 
 class Rollback:
@@ -47,16 +49,16 @@ class Rollback:
         seen: set[int] = set()
         for prefix, root in modules:
             for path, module in root.named_modules(prefix=prefix):
-                if module._buffers:
-                    self._held.append((module, dict(module._buffers)))
-                for key, buffer in module._buffers.items():
+                if buffers_of(module):
+                    self._held.append((module, dict(buffers_of(module))))
+                for key, buffer in buffers_of(module).items():
                     if buffer is None or id(buffer) in seen or buffer.is_inference():
                         continue
                     seen.add(id(buffer))
                     name = f"{path}.{key}"
                     keep = not changing.is_known or name in changing.names
                     copy = buffer.detach().clone() if keep and not buffer.is_meta else None
-                    self._buffers.append((name, buffer, buffer._version, copy))
+                    self._buffers.append((name, buffer, version_of(buffer), copy))
 
     def commit(self) -> None:
         """The step succeeded: remember which buffers it changed."""
@@ -75,7 +77,7 @@ class Rollback:
                     grad.copy_(copy)
                 p.grad = grad
             for name, buffer, version, before in self._buffers:
-                if before is None and buffer._version == version:
+                if before is None and version_of(buffer) == version:
                     continue
                 if before is None:
                     lost.append(name)
@@ -83,7 +85,7 @@ class Rollback:
                     buffer.copy_(before)
                 self._changing.names.add(name)
             for module, buffers in self._held:
-                module._buffers.clear()
-                module._buffers.update(buffers)
+                buffers_of(module).clear()
+                buffers_of(module).update(buffers)
         self._grads, self._buffers, self._held = [], [], []
         return lost

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.cli.named.models import Inputs, ModelRequest, as_inputs, call_with, resolve
 from fxpipe.cli.named.pipes import Traced, split_pipe
@@ -33,6 +32,7 @@ from fxpipe.runtime.stage.loss import collect_aux_losses
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import Schedule, ScheduleFromProgram, get_schedule_class
 from fxpipe.stage import PipelineStage
+from fxpipe.torch_inside import pytree
 
 __all__ = ["StepReport", "TrainSettings", "Trainer", "join_ranks"]
 

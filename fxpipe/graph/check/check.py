@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.check.blame import Blamed, Notes, blame, note_plain, note_stages
@@ -29,6 +28,7 @@ from fxpipe.graph.check.report import Budget, CheckReport, not_checked
 from fxpipe.graph.check.variants import Call, Variant
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.nested import walk
+from fxpipe.torch_inside import FakeTensor, local_tensor
 
 __all__ = ["Checkable", "check_runs", "why_not"]
 
@@ -52,7 +52,7 @@ def why_not(module: nn.Module, call: Call, budget: Budget) -> str:
     inputs = [leaf for _, leaf in walk(call) if isinstance(leaf, torch.Tensor)]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*state, *inputs)):
         return "tensors without data; give check_with=(small_model, args) of the same code"
-    if any(hasattr(tensor, "_local_tensor") for tensor in state):
+    if any(local_tensor(tensor) is not tensor for tensor in state):
         return "the parameters are sharded"
     if any(tensor.layout is not torch.strided for tensor in state):
         return "it has sparse parameters or buffers"

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.graph.nested import branch
+from fxpipe.torch_inside import FakeTensor
 
 __all__ = ["KERNELS", "NOTED", "Difference", "first_difference", "is_same", "noted_differences"]
 

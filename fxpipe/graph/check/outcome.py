@@ -36,11 +36,19 @@ from fxpipe.graph.nested import (
 )
 from fxpipe.graph.record.state_writes import SET_ONCE
 from fxpipe.graph.sandbox.restore import preserved
+from fxpipe.torch_inside import (
+    BUFFERS,
+    MODULES,
+    PARAMETERS,
+    buffers_of,
+    forward_pre_hooks,
+    parameters_of,
+)
 
 __all__ = ["Outcome", "Subject"]
 
 _SEED = 20240607
-_NOT_STATE = frozenset({"_parameters", "_buffers", "_modules", "training", *SET_ONCE})
+_NOT_STATE = frozenset({PARAMETERS, BUFFERS, MODULES, "training", *SET_ONCE})
 
 
 @dataclass(slots=True)
@@ -61,7 +69,7 @@ class Subject:
         on_cpu = all(tensor.device.type == "cpu" for tensor in module.parameters())
         self.clock = time.thread_time if on_cpu else time.perf_counter
         self._all = nn.ModuleList([module, *stages])
-        hooks = [hook for stage in stages for hook in stage._forward_pre_hooks.values()]
+        hooks = [hook for stage in stages for hook in forward_pre_hooks(stage).values()]
         self._guards = [hook for hook in hooks if isinstance(hook, StageGuard)]
         self._own = _parts((module,))
         self._staged = _parts(stages)
@@ -184,7 +192,7 @@ def _tensors(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
     return {
         f"{name}.{key}" if name else key: tensor
         for name, part in parts
-        for held in (part._parameters, part._buffers)
+        for held in (parameters_of(part), buffers_of(part))
         for key, tensor in held.items()
         if tensor is not None
     }

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.flow import Flow
+from fxpipe.torch_inside import NormBase, buffers_of, transient_buffers
 
 __all__ = ["check_state_writes"]
 
@@ -53,10 +53,10 @@ def _written(module: nn.Module, node: fx.Node, writes: frozenset[str]) -> set[st
     if node.op == "call_module":
         for inner, part in module.get_submodule(str(node.target)).named_modules():
             prefix = ".".join(filter(None, (str(node.target), inner)))
-            if isinstance(part, _NormBase) and part.running_mean is not None:
+            if isinstance(part, NormBase) and part.running_mean is not None:
                 names |= {f"{prefix}.{key}" for key, _ in part.named_buffers()}
             # What is not saved is a cache that every stage fills for itself.
-            names -= {f"{prefix}.{key}" for key in part._non_persistent_buffers_set}
+            names -= {f"{prefix}.{key}" for key in transient_buffers(part)}
     return names
 
 
@@ -65,6 +65,6 @@ def _buffers(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
         yield from module.get_submodule(str(node.target)).buffers()
     elif node.op == "get_attr":
         path, _, name = str(node.target).rpartition(".")
-        buffer = module.get_submodule(path)._buffers.get(name)
+        buffer = buffers_of(module.get_submodule(path)).get(name)
         if buffer is not None:
             yield buffer

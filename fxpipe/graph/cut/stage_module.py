@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from fxpipe.errors import SplitError
@@ -22,6 +21,15 @@ from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.interface import Tied
 from fxpipe.graph.sandbox.patches import user_hooks
 from fxpipe.graph.source_line import user_depth
+from fxpipe.torch_inside import (
+    BUFFERS,
+    PARAMETERS,
+    buffers_of,
+    children_of,
+    has_global_hooks,
+    parameters_of,
+    transient_buffers,
+)
 
 __all__ = ["StageModule", "build_modules", "find_tied"]
 
@@ -97,7 +105,7 @@ def _keep_extra_state(module: nn.Module, stages: Sequence[StageModule]) -> None:
 def _part(stage: nn.Module, name: str) -> nn.Module | None:
     found: Any = stage
     for word in name.split(".") if name else ():
-        found = found._modules.get(word) if found is not None else None
+        found = children_of(found).get(word) if found is not None else None
     part: nn.Module | None = found
     return part
 
@@ -110,8 +118,7 @@ def _warn_of_hooks(module: nn.Module, stages: Sequence[StageModule]) -> None:
         if (original := module.get_submodule(name)) is not part
     }
     hooked = [name or "the model itself" for name, part in opened.items() if user_hooks(part)]
-    machinery: Any = torch.nn.modules.module
-    if machinery._has_any_global_hook():
+    if has_global_hooks():
         hooked = [name or "the model itself" for name in opened]
     if hooked:
         warnings.warn(
@@ -190,7 +197,7 @@ def _neighbour(name: str, owners: dict[str, int], default: int) -> int:
 def _set_module(stage: nn.Module, name: str, value: nn.Module) -> None:
     path, _, last = name.rpartition(".")
     holder = _container(stage, path)
-    existing = holder._modules.get(last)
+    existing = children_of(holder).get(last)
     if existing is value:
         return
     holder.add_module(last, value)
@@ -200,20 +207,20 @@ def _set_tensor(stage: nn.Module, name: str, module: nn.Module, guard: StageGuar
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     holder = _container(stage, path)
-    if last in owner._parameters:
-        holder.register_parameter(last, owner._parameters[last])
-        guard.tensor(name, owner, holder, "_parameters")
+    if last in parameters_of(owner):
+        holder.register_parameter(last, parameters_of(owner)[last])
+        guard.tensor(name, owner, holder, PARAMETERS)
     else:
-        persistent = last not in owner._non_persistent_buffers_set
-        holder.register_buffer(last, owner._buffers[last], persistent=persistent)
-        guard.tensor(name, owner, holder, "_buffers")
+        persistent = last not in transient_buffers(owner)
+        holder.register_buffer(last, buffers_of(owner)[last], persistent=persistent)
+        guard.tensor(name, owner, holder, BUFFERS)
 
 
 def _container(stage: nn.Module, path: str) -> nn.Module:
     holder: Any = stage
     for part in path.split(".") if path else ():
-        if part not in holder._modules:
+        if part not in children_of(holder):
             holder.add_module(part, nn.Module())
-        holder = holder._modules[part]
+        holder = children_of(holder)[part]
     made: nn.Module = holder
     return made

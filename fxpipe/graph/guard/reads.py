@@ -23,6 +23,7 @@ from torch import nn
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
+from fxpipe.torch_inside import BUFFERS, MODULES, PARAMETERS
 
 __all__ = ["MISSING", "Read", "Reads", "find"]
 
@@ -35,10 +36,8 @@ class _Missing:
 
 
 MISSING = _Missing()
-_PLACES = ("_parameters", "_buffers", "_modules")
-_MACHINERY = frozenset(
-    {*vars(nn.Module()), *dir(nn.Module), "_compiled_call_impl", "_is_hf_initialized", "forward"}
-)
+_PLACES = (PARAMETERS, BUFFERS, MODULES)
+_MACHINERY = frozenset({*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized", "forward"})
 # Settings of the process that code may ask for, by the module that has the function.
 _SETTINGS = (
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype",

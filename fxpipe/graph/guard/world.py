@@ -24,13 +24,11 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.guard.reads import MISSING, Read, Reads, find
 from fxpipe.graph.nested import is_atom
 from fxpipe.graph.source_line import Place
+from fxpipe.torch_inside import BUFFERS, HOOKS, PARAMETERS
 
 __all__ = ["World"]
 
 _MOST = 5000  # entries of one container that are compared
-_HOOKS = (
-    "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +134,7 @@ class World:
             text = f"{owner}.{read.name}" if owner else read.name
             if isinstance(read.value, torch.Tensor):
                 if real_of.get(id(read.value), read.value) is now:
-                    shape = now.shape if home in ("_parameters", "_buffers") else None
+                    shape = now.shape if home in (PARAMETERS, BUFFERS) else None
                     world._identity(read, now, text, shape)
             elif is_atom(now) and home not in ("class", ""):
                 if now is read.value or now == read.value:
@@ -147,7 +145,7 @@ class World:
         for (_, home), found in grouped.items():
             world._attributes(home, found, reads.names.get(id(found[0].holder), ""))
         for name, part in opened.items():
-            for kind in _HOOKS if not isinstance(part, torch.jit.ScriptModule) else ():
+            for kind in HOOKS if not isinstance(part, torch.jit.ScriptModule) else ():
                 world._hooks(vars(part)[kind], name, kind)
         for (name, args), (value, place) in reads.settings.items():
             world._setting(name, args, value, place)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph.facts import Ambient, Region
+from fxpipe.torch_inside import autocast_settings
 
 __all__ = ["Surroundings"]
 
@@ -28,8 +29,7 @@ class Surroundings:
     def autocast(self, region: Any, entering: bool) -> None:
         """Follow an autocast region."""
         if entering:
-            cache = getattr(region, "_cache_enabled", None)
-            self._autocast.append((region.device, region.fast_dtype, region._enabled, cache))
+            self._autocast.append(autocast_settings(region))
         elif self._autocast:
             self._autocast.pop()
 

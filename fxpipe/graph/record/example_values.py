@@ -24,8 +24,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._sympy.functions import FloorDiv
 
 from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
@@ -35,6 +33,7 @@ from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.restore import preserved_values
 from fxpipe.graph.sizes.learn import exprs_in, fake_like, grown
+from fxpipe.torch_inside import FakeTensor, FakeTensorMode, floor_div, known_sizes
 
 __all__ = ["ExampleValues", "NoValueError", "has_unbacked"]
 
@@ -77,7 +76,7 @@ class ExampleValues:
             is_rows = dim == 0 and isinstance(size.node.expr, sympy.Symbol)
             if is_rows:
                 self._rows[id(real)] = size.node.expr
-            hint = int(size.node.expr.xreplace(self._env.backed_var_to_val))
+            hint = int(size.node.expr.xreplace(known_sizes(self._env)))
             if hint != real.shape[dim]:  # an example of size 1 stands for 2
                 self._is_usable &= is_rows and hint == 2
                 self._repeat = 2
@@ -170,13 +169,13 @@ class ExampleValues:
             symbol for expr in exprs_in((args, kwargs), self._env) for symbol in expr.free_symbols
         }
         for symbol in found - set(self.free_rows()):
-            if symbol in self._env.backed_var_to_val:
-                self._env.evaluate_expr(sympy.Eq(symbol, self._env.backed_var_to_val[symbol]))
+            if symbol in known_sizes(self._env):
+                self._env.evaluate_expr(sympy.Eq(symbol, known_sizes(self._env)[symbol]))
 
     def fix_rows(self) -> None:
         """Have the number of rows be that of the example, for good."""
         for row in self.free_rows():
-            self._env.evaluate_expr(sympy.Eq(row, self._env.backed_var_to_val[row]))
+            self._env.evaluate_expr(sympy.Eq(row, known_sizes(self._env)[row]))
 
     # -- formulas
 
@@ -196,7 +195,7 @@ class ExampleValues:
         step = values[1] - first
         if any(later - sooner != step for sooner, later in itertools.pairwise(values)):
             raise NoValueError
-        rows = [(row, int(self._env.backed_var_to_val[row])) for row in self.free_rows()]
+        rows = [(row, int(known_sizes(self._env)[row])) for row in self.free_rows()]
         for row, hint in rows:
             if step == hint:
                 return self._number(row + first - step, first)
@@ -204,7 +203,7 @@ class ExampleValues:
             if step % hint == 0:
                 return self._number(step // hint * row + first - step, first)
         row, hint = rows[0]
-        return self._number(FloorDiv(step * row, hint) + first - step, first)
+        return self._number(floor_div(step * row, hint) + first - step, first)
 
     def _number(self, expr: sympy.Expr, hint: int) -> Any:
         return self._env.create_symintnode(expr, hint=hint)
@@ -260,7 +259,7 @@ class ExampleValues:
         rows = set(self.free_rows())
         return {
             symbol: int(value) * (scale if symbol in rows else 1)
-            for symbol, value in self._env.backed_var_to_val.items()
+            for symbol, value in known_sizes(self._env).items()
         }
 
     def _reads_floats(self, value: Any) -> bool:
@@ -370,7 +369,7 @@ def has_unbacked(output: Any, env: Any) -> bool:
     )
     return any(
         isinstance(size, torch.SymInt)
-        and not env.replace(size.node.expr).free_symbols <= env.backed_var_to_val.keys()
+        and not env.replace(size.node.expr).free_symbols <= known_sizes(env).keys()
         for size in sizes
     )
 

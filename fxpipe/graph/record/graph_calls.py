@@ -16,15 +16,14 @@ from typing import Any, Self
 import sympy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError, TraceError
 from fxpipe.graph.dims import evaluate, text
 from fxpipe.graph.facts import Ambient
 from fxpipe.graph.nested import closed_over, walk
 from fxpipe.graph.source_line import Place
+from fxpipe.torch_inside import FakeTensor, function_modes, pytree
 
 __all__ = [
     "ACCESS",
@@ -243,12 +242,6 @@ class OnlyIf(GraphCall):
 
     def __call__(self, training: bool, *args: Any, **kwargs: Any) -> Any:
         return _call(self._target, args, kwargs) if training is self._training else None
-
-
-def function_modes() -> list[TorchFunctionMode]:
-    """Return the modes that see torch functions now, the outermost first."""
-    stack: Any = torch.overrides._get_current_function_mode_stack
-    return list(stack())
 
 
 class Mapped(GraphCall):

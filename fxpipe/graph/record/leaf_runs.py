@@ -18,12 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from fxpipe.graph import markers
@@ -35,6 +29,19 @@ from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
 from fxpipe.graph.sizes.learn import Values, empty, exprs_in, hints_of, learn_sizes, number_at
+from fxpipe.torch_inside import (
+    BUFFERS,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    buffers_of,
+    known_sizes,
+    memory_of,
+    own_attributes,
+    parameters_of,
+    version_of,
+)
 
 __all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "fresh", "run_operation"]
 
@@ -83,11 +90,13 @@ class LeafRuns:
         key = self._key(module, args, kwargs)
         if key is None or key not in self._outcomes:
             before = contents((args, kwargs))
-            buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+            buffers = [
+                (name, buffer, version_of(buffer)) for name, buffer in module.named_buffers()
+            ]
             self.draws, self._left, self._leaf = False, set(), module
             outcome = self._run(module, call, args, kwargs)
             self._leaf = None
-            wrote = tuple(name for name, buffer, old in buffers if buffer._version != old)
+            wrote = tuple(name for name, buffer, old in buffers if version_of(buffer) != old)
             outcome = dataclasses.replace(
                 outcome, wrote=wrote, draws=self.draws, left=frozenset(self._left)
             )
@@ -176,7 +185,7 @@ class LeafRuns:
     def _shapes_at_hints(self, output: Any) -> list[list[int]]:
         env = self._mode.shape_env
         assert env is not None
-        hints = env.backed_var_to_val
+        hints = known_sizes(env)
         return [
             [number_at(size, env, hints) for size in leaf.shape]
             for _, leaf in walk(output)
@@ -205,7 +214,7 @@ class LeafRuns:
 
     def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         self._touched = set()
         attributes = _attributes(self._leaf)
         try:
@@ -217,7 +226,7 @@ class LeafRuns:
         storages = {_memory(t): i for i, t in enumerate(tensors)}
         made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
         aliases = [(i, storages[_memory(t)]) for i, t in enumerate(made) if _memory(t) in storages]
-        changed = [t._version != v for t, v in zip(tensors, versions, strict=True)]
+        changed = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
         return LeafOutcome(
             map_leaves(_fresh_leaf, output),
             tuple(index for index, was_changed in enumerate(changed) if was_changed),
@@ -254,7 +263,7 @@ def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, Any], dic
     return [
         (name, place, dict(place))
         for name, part in (module.named_modules() if module is not None else ())
-        for place in (vars(part), vars(part).get("_buffers"))
+        for place in (vars(part), vars(part).get(BUFFERS))
         if place is not None
     ]
 
@@ -272,7 +281,7 @@ def _changed(
 
 def _memory(tensor: torch.Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return memory_of(tensor)
     except NotImplementedError:  # sparse
         return id(tensor)
 
@@ -361,13 +370,7 @@ _INDEX_LIKE = {
     "block_idx", "block_id", "block_index", "depth_idx", "i",
 }  # fmt: skip
 _RATED = tuple(f"torch.nn.modules.{name}" for name in ("dropout", "batchnorm", "normalization"))
-_OWN = {
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
-    "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-}  # fmt: skip
+_OWN = own_attributes()
 
 
 def _module_key(module: nn.Module) -> Hashable:
@@ -379,7 +382,7 @@ def _module_key(module: nn.Module) -> Hashable:
 def _one_module_key(module: nn.Module) -> Hashable:
     tensors = tuple(
         (name, tensor.shape, tensor.dtype)
-        for place in (module._parameters, module._buffers)
+        for place in (parameters_of(module), buffers_of(module))
         for name, tensor in place.items()
         if tensor is not None
     )

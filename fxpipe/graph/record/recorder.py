@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -66,6 +65,7 @@ from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.graph.source_line import is_users, user_frame
+from fxpipe.torch_inside import FakeTensor, FakeTensorMode, version_of
 
 __all__ = ["Trace"]
 
@@ -388,9 +388,11 @@ class Trace(TorchFunctionMode):
             self._hook(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return self._quietly(func, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         output, is_agreed = self._run_or_follow(func, args, kwargs, real)
-        changed = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        changed = [
+            t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version
+        ]
         if not changed and not has_tensor(output):
             return output
         known = {id(tensor) for tensor in tensors}

@@ -23,6 +23,7 @@ from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
+from fxpipe.torch_inside import buffers_of
 
 __all__ = ["SET_ONCE", "StateWatch", "carried_state"]
 
@@ -75,7 +76,7 @@ class StateWatch:
 
     def _places(self) -> Iterator[tuple[int, tuple[str, bool]]]:
         for name, part in self._modules.items():
-            yield id(part._buffers), (name, True)
+            yield id(buffers_of(part)), (name, True)
             yield id(part.__dict__), (name, False)
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.facts import Facts, NodeFacts
@@ -50,6 +49,7 @@ from fxpipe.graph.record.graph_calls import (
 from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.record.python_random import Draw
 from fxpipe.graph.source_line import user_frame
+from fxpipe.torch_inside import FakeTensor, memory_of
 
 __all__ = [
     "STAGE_DEVICE",
@@ -448,4 +448,4 @@ def _part(value: Any, accessor: Accessor) -> Any:
 def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return memory_of(tensor)

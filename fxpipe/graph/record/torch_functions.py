@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fxpipe.graph.nested import has_tensor
+from fxpipe.torch_inside import VERSION_COUNTER
 
 __all__ = [
     "INSISTENT",
@@ -31,8 +32,8 @@ __all__ = [
 
 _METADATA_GETTERS = {
     "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
-    "is_meta", "is_sparse", "is_quantized", "names", "grad_fn", "_version", "itemsize", "nbytes",
-    "is_mps", "is_xpu", "is_nested", "is_mkldnn", "output_nr", "retains_grad",
+    "is_meta", "is_sparse", "is_quantized", "names", "grad_fn", VERSION_COUNTER, "itemsize",
+    "nbytes", "is_mps", "is_xpu", "is_nested", "is_mkldnn", "output_nr", "retains_grad",
 }  # fmt: skip
 _METADATA_METHODS = {
     "size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous",

@@ -21,15 +21,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.real_run import run_real
-from fxpipe.graph.sandbox.restore import local_tensor, preserved, preserved_values
+from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.graph.sizes.learn import grown
 from fxpipe.graph.sizes.symbols import TracedSizes
+from fxpipe.torch_inside import (
+    FakeTensor,
+    FakeTensorMode,
+    buffers_of,
+    local_tensor,
+    parameters_of,
+    shard_precision,
+)
 
 __all__ = [
     "FakeState",
@@ -173,7 +180,7 @@ class _Casting(Quiet):
     """Casts like the hooks of sharded modules with mixed precision, which do not run."""
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        policy = _precision_of(module)
+        policy = shard_precision(module)
         if policy is None:
             return call(*args, **kwargs)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
@@ -182,12 +189,6 @@ class _Casting(Quiet):
         if policy.output_dtype is not None:
             output = map_leaves(_cast_to(policy.output_dtype), output)
         return output
-
-
-def _precision_of(module: nn.Module) -> Any:
-    """The mixed-precision policy of a module wrapped by `fully_shard`, else None."""
-    find = getattr(module, "_get_fsdp_state", None)
-    return None if find is None else getattr(find(), "_mp_policy", None)
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
@@ -265,11 +266,11 @@ class FakeState:
         if id(module) in seen:
             return
         seen.add(id(module))
-        policy = _precision_of(module)
+        policy = shard_precision(module)
         gathered = gathered if policy is None else policy.param_dtype
         if isinstance(module, torch.jit.ScriptModule):
             return  # it runs on its own tensors
-        for place in (module._parameters, module._buffers, module.__dict__):
+        for place in (parameters_of(module), buffers_of(module), module.__dict__):
             found = list(self._slots_in(place, gathered))
             self._slots += found
             if place is not module.__dict__:

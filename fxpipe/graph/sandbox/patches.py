@@ -20,7 +20,19 @@ from typing import Any, Protocol
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch._functorch import apis
+
+from fxpipe.torch_inside import (
+    CHECKPOINT_ENTRY,
+    VMAP_ENTRY,
+    backward_hooks,
+    backward_pre_hooks,
+    compiled_from,
+    forward_hooks,
+    forward_pre_hooks,
+    function_base,
+    hook_takes_kwargs,
+    pre_hook_takes_kwargs,
+)
 
 __all__ = [
     "Seer",
@@ -67,9 +79,7 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for kind in _callable_classes(module):
             original = kind.__dict__["__call__"]
             stack.enter_context(patched(kind, "__call__", _watched_call(original, seer, here)))
-        # Not `Function` itself: code may hold its `apply` from before, as in
-        # `square = Square.apply`. What that calls in turn is looked up here.
-        function = torch.autograd.Function.__mro__[1]
+        function = function_base()
         stack.enter_context(patched(function, "apply", _watched_apply(function, seer, here)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
@@ -81,31 +91,28 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
                     watched = _watched_decision(kind.__dict__[name], seer, here)
                     stack.enter_context(patched(kind, name, watched))
         stack.enter_context(patched(nn.Module, "training", _training(seer, here)))
-        vmap = apis.__dict__["vmap_impl"]
-        stack.enter_context(patched(apis, "vmap_impl", _watched_vmap(vmap, seer, here)))
+        for (owner, name), watch in (
+            (VMAP_ENTRY, _watched_vmap),
+            (CHECKPOINT_ENTRY, _watched_checkpoint),
+        ):
+            entry = watch(getattr(owner, name), seer, here)
+            stack.enter_context(patched(owner, name, entry))
         autocast = torch.amp.autocast_mode.autocast
         for name, entering in (("__enter__", True), ("__exit__", False)):
             watched = _watched_autocast(autocast.__dict__[name], seer, here, entering)
             stack.enter_context(patched(autocast, name, watched))
-        checkpoint = sys.modules["torch.utils.checkpoint"]
-        generator = _watched_checkpoint(
-            checkpoint._checkpoint_without_reentrant_generator, seer, here
-        )
-        stack.enter_context(
-            patched(checkpoint, "_checkpoint_without_reentrant_generator", generator)
-        )
         yield
 
 
 def run_forward(module: nn.Module, args: Any, kwargs: Any, seer: Seer | None = None) -> Any:
     """Run a module's forward with the hooks of libraries, without those of users."""
-    original = getattr(module, "_orig_mod", None)
-    if isinstance(original, nn.Module) and type(module).__name__ == "OptimizedModule":
+    original = compiled_from(module)
+    if original is not None:
         return original(*args, **kwargs)
-    for key, hook in list(module._forward_pre_hooks.items()):
+    for key, hook in list(forward_pre_hooks(module).items()):
         if not _is_library_hook(hook):
             continue
-        if key in module._forward_pre_hooks_with_kwargs:
+        if pre_hook_takes_kwargs(module, key):
             changed = hook(module, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
@@ -115,14 +122,14 @@ def run_forward(module: nn.Module, args: Any, kwargs: Any, seer: Seer | None = N
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = module.forward(*args, **kwargs)
     is_unobserved = any(module is other for other in _unobserved)
-    for key, hook in list(module._forward_hooks.items()):
+    for key, hook in list(forward_hooks(module).items()):
         if not _is_library_hook(hook) or (is_unobserved and _is_observer(hook)):
             continue
         if _is_observer(hook):
             if seer is not None and _keeps(hook, module, args, result):
                 seer.on_kept(module)
             continue
-        if key in module._forward_hooks_with_kwargs:
+        if hook_takes_kwargs(module, key):
             changed = hook(module, args, kwargs, result)
         else:
             changed = hook(module, args, result)
@@ -146,7 +153,7 @@ def unobserved(module: nn.Module) -> Iterator[None]:
 
 def observe(module: nn.Module, args: Any, result: Any) -> None:
     """Run the hooks that only take note of what a module returned."""
-    for hook in list(module._forward_hooks.values()):
+    for hook in list(forward_hooks(module).values()):
         if _is_observer(hook):
             hook(module, args, result)
 
@@ -167,8 +174,8 @@ def _is_observer(hook: Any) -> bool:
 
 def user_hooks(module: nn.Module) -> int:
     """Count the hooks of a module that a trace leaves out."""
-    forward = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    backward = len(module._backward_hooks) + len(module._backward_pre_hooks)
+    forward = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
+    backward = len(backward_hooks(module) or ()) + len(backward_pre_hooks(module))
     return backward + sum(not _is_library_hook(hook) for hook in forward)
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.sandbox.restore import preserved_values
 from fxpipe.graph.sizes.learn import Values, exprs_in, grown, hints_of, learn_sizes, number_at
+from fxpipe.torch_inside import FakeTensor, FakeTensorMode, known_sizes
 
 __all__ = ["run_real"]
 
@@ -58,7 +58,7 @@ def run_real(
             return found[0]
         # Not all at once, then: find sizes that may change together, the batch first.
         free: dict[sympy.Symbol, int] = {}
-        for symbol in (s for s in env.backed_var_to_val if s in hints):
+        for symbol in (s for s in known_sizes(env) if s in hints):
             wanted = {**free, symbol: hints[symbol]}
             if learn_sizes(mode, wanted, known, run_at):
                 free = wanted

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["local_tensor", "preserved", "preserved_values"]
+from fxpipe.torch_inside import local_tensor
+
+__all__ = ["preserved", "preserved_values"]
 
 _MUTABLE = (dict, list, set)
 
@@ -59,12 +61,6 @@ def preserved_values(module: nn.Module) -> Iterator[None]:
             for tensor, value in saved:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor (comparing whole ones communicates)."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
 
 
 def _caches(module: nn.Module) -> list[tuple[Any, int]]:

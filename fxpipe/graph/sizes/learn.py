@@ -17,12 +17,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv
 
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.sizes.rules import SizeRule, find_rules, halving_size, most_telling
+from fxpipe.torch_inside import FakeTensorMode, floor_div, known_sizes
 
 __all__ = [
     "Values",
@@ -63,16 +62,16 @@ def exprs_in(value: Any, env: ShapeEnv) -> list[Any]:
 def hints_of(exprs: Iterable[Any], env: ShapeEnv) -> dict[sympy.Symbol, int] | None:
     """Return the example value of each symbol; None if one comes from data."""
     symbols = {symbol for expr in exprs for symbol in expr.free_symbols}
-    if not symbols <= env.backed_var_to_val.keys():
+    if not symbols <= known_sizes(env).keys():
         return None
-    return {s: int(env.backed_var_to_val[s]) for s in sorted(symbols, key=lambda s: s.name)}
+    return {s: int(known_sizes(env)[s]) for s in sorted(symbols, key=lambda s: s.name)}
 
 
 def number_at(size: Any, env: ShapeEnv, values: Values) -> int:
     """Return a size of an argument as a number."""
     if isinstance(size, torch.SymInt):
         # Strides may depend on more symbols than the sizes that are varied.
-        return int(env.replace(size.node.expr).xreplace({**env.backed_var_to_val, **values}))
+        return int(env.replace(size.node.expr).xreplace({**known_sizes(env), **values}))
     return int(size)
 
 
@@ -268,7 +267,7 @@ def _has_symbols(leaf: Any) -> bool:
 
 def _expression(rule: SizeRule, bases: Sequence[Any]) -> Any:
     whole = bases[rule.base] + rule.shift
-    divided = FloorDiv(whole, rule.divisor) if rule.divisor > 1 else whole
+    divided = floor_div(whole, rule.divisor) if rule.divisor > 1 else whole
     return rule.factor * divided + rule.offset
 
 

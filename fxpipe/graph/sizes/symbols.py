@@ -19,7 +19,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from fxpipe.graph.arguments import map_arguments
@@ -28,6 +27,7 @@ from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import Accessor, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
+from fxpipe.torch_inside import FakeTensorMode, constant_source, known_sizes, watch_replacements
 
 __all__ = ["InputDim", "Sizes", "TracedSizes", "all_dims"]
 
@@ -82,13 +82,10 @@ class TracedSizes(ShapeEnv):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.settled: dict[sympy.Symbol, tuple[sympy.Basic, Place]] = {}
+        watch_replacements(self, self._settle)
 
-    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
-        before = self.replacements.get(a)
-        super()._set_replacement(a, tgt, msg)
-        after = self.replacements.get(a)
-        if after is not None and after != before:
-            self.settled[a] = (after, user_frame())
+    def _settle(self, symbol: sympy.Symbol, value: sympy.Basic) -> None:
+        self.settled[symbol] = (value, user_frame())
 
 
 class Sizes:
@@ -145,12 +142,9 @@ class Sizes:
 
     def _symbol(self, name: str, example: int) -> torch.SymInt:
         if name not in self._sizes:
-            # Importing it takes longer than importing torch, and only a trace needs it.
-            from torch._dynamo.source import ConstantSource
-
             # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
             hint = max(example, 2)
-            source = ConstantSource(name)
+            source = constant_source(name)
             made = self.env.create_symbol(
                 hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
             )
@@ -194,7 +188,7 @@ class Sizes:
         self._decisions = dict(before)
 
     def _hint(self, expr: Any) -> Any:
-        return self.env.replace(expr).xreplace(self.env.backed_var_to_val)
+        return self.env.replace(expr).xreplace(known_sizes(self.env))
 
     def plain(self, expr: Any) -> Any:
         """Return an expression of the trace in our names, simplified by what was learnt."""
@@ -226,7 +220,7 @@ class Sizes:
     def hints(self) -> dict[str, int]:
         """Return the size that each symbol had in this trace."""
         return {
-            name: int(self.env.backed_var_to_val[symbol])
+            name: int(known_sizes(self.env)[symbol])
             for symbol, ours in self._names.items()
             for name in _names_in(ours)
         }
@@ -245,7 +239,7 @@ class Sizes:
         ours = {ours: made for made, ours in self._names.items()}
         found: dict[sympy.Basic, None] = {self.plain(c.xreplace(ours)): None for c in wanted}
         for expr in self._decisions:
-            holds = bool(self.env.replace(expr).xreplace(self.env.backed_var_to_val))
+            holds = bool(self.env.replace(expr).xreplace(known_sizes(self.env)))
             found[self.plain(expr if holds else sympy.Not(expr))] = None
         for guard in self.env.guards:
             if isinstance(guard.expr, sympy.Eq):

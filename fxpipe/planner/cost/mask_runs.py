@@ -18,8 +18,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.capture.capture import TracedGraph
@@ -28,6 +26,7 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.record.attention_masks import may_be_none
 from fxpipe.graph.record.tape import StageDevice
+from fxpipe.torch_inside import TorchDispatchMode, unset_fake_temporarily
 
 __all__ = ["MaskRuns", "Sizes"]
 

@@ -20,7 +20,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +38,7 @@ from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.watch import Observation, Op, entry, observe
+from fxpipe.torch_inside import FakeTensorMode
 
 __all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of"]
 

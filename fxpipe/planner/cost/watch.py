@@ -23,11 +23,18 @@ from typing import Any, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.graph.nested import walk
 from fxpipe.planner.cost.hardware import OpClass
+from fxpipe.torch_inside import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    memory_of,
+    overload_packet,
+    schema_of,
+)
 
 __all__ = ["PHASES", "Observation", "Op", "Phase", "entry", "observe", "tensors_in"]
 
@@ -115,8 +122,8 @@ def observe(
     watch = _Watch()
     args, kwargs = build()
     parameters = parameters_of()
-    state_keys = {_key(parameter) for parameter in parameters}
-    given = [t for t in tensors_in((args, kwargs)) if _key(t) not in state_keys]
+    state_keys = {memory_of(parameter) for parameter in parameters}
+    given = [t for t in tensors_in((args, kwargs)) if memory_of(t) not in state_keys]
     inputs = [_Held(tensor) for tensor in given]
     edges = [torch.autograd.graph.get_gradient_edge(t) for t in given if t.requires_grad]
     for parameter in parameters:
@@ -288,7 +295,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return NotImplemented
-        packet = getattr(func, "_overloadpacket", func)
+        packet = overload_packet(func)
         if packet in _COMPOSITE:
             with self:
                 result = func.decompose(*args, **kwargs)
@@ -301,10 +308,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         read = tensors_in((args, kwargs))
         made = tensors_in(output)
-        storages = {_key(tensor): tensor for tensor in read}
+        storages = {memory_of(tensor): tensor for tensor in read}
         made_bytes = 0
         for tensor in made:
-            key = _key(tensor)
+            key = memory_of(tensor)
             if key not in storages and key not in self._left_out and key not in self._alive:
                 size = tensor.untyped_storage().nbytes()
                 self._alive[key] = (_weak(tensor), size)
@@ -317,7 +324,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = next((t.dtype for t in (*read, *made) if t.is_floating_point()), torch.int64)
             name = str(packet)
             op_class = _class_of(name) if formula is not None else "memory"
-            state = [t for t in (*read, *made) if _key(t) in self._state]
+            state = [t for t in (*read, *made) if memory_of(t) in self._state]
             state_bytes = sum(t.numel() * t.element_size() for t in state)
             keys = args[1:3] if op_class == "attention" and "backward" not in name else ()
             self._ops.append(
@@ -333,7 +340,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     _routed(op_class, read, state),
                 )
             )
-            shapes = tuple((tuple(t.shape), _key(t) in self._state) for t in read)
+            shapes = tuple((tuple(t.shape), memory_of(t) in self._state) for t in read)
             self._signatures.append((name, flops, shapes))
             self._operands.append(
                 {
@@ -379,21 +386,16 @@ def _is_gone(ref: StorageWeakRef) -> bool:
     return bool(ref.expired())  # type: ignore[no-untyped-call]
 
 
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
 def _routed(op_class: OpClass, read: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> int:
     """What a product with a stack of experts, a weight of three dimensions, reads besides it."""
     if op_class != "matmul" or not any(tensor.dim() == 3 for tensor in state):
         return 0
-    keys = {_key(tensor) for tensor in state}
-    return sum(t.numel() * t.element_size() for t in read if _key(t) not in keys)
+    keys = {memory_of(tensor) for tensor in state}
+    return sum(t.numel() * t.element_size() for t in read if memory_of(t) not in keys)
 
 
 def _changes_input(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     return schema is not None and bool(schema.is_mutable)
 
 
@@ -427,8 +429,8 @@ def _cpu_attention_backward(
 # torch's counter leaves out the fused attention of the CPU; it is counted like that of a GPU.
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    CPU_ATTENTION: _cpu_attention,
+    CPU_ATTENTION_BACKWARD: _cpu_attention_backward,
 }
 
 _LOOKUPS = frozenset({"aten.embedding_dense_backward", "aten.embedding_backward"})

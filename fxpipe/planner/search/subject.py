@@ -131,11 +131,10 @@ class _Series(nn.Module):
     def __init__(self, pipe: Pipe) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stage.module for stage in pipe.stages)
-        kinds = {kind.name: kind for kind in inspect._ParameterKind}
         parameters = [
-            inspect.Parameter(p.name, kinds[p.kind], default=p.default)
+            inspect.Parameter(p.name, getattr(inspect.Parameter, p.kind), default=p.default)
             if p.has_default
-            else inspect.Parameter(p.name, kinds[p.kind])
+            else inspect.Parameter(p.name, getattr(inspect.Parameter, p.kind))
             for p in pipe.info().inputs.parameters
         ]
 

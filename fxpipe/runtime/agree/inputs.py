@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError
 from fxpipe.microbatch import Microbatches
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.wire.control import Control
+from fxpipe.torch_inside import pytree
 
 __all__ = [
     "InputLeaves",

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import FxpipeError, PipeliningShapeError
 from fxpipe.graph.interface import TensorSpec
@@ -23,6 +22,7 @@ from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, skeleto
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import described, raise_problems
+from fxpipe.torch_inside import pytree
 
 __all__ = ["FoundInterfaces", "InterfaceProber", "check_declared"]
 

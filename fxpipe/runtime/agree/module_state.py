@@ -15,6 +15,14 @@ import torch
 from torch import nn
 
 from fxpipe.runtime.stage.stage_kind import Stage
+from fxpipe.torch_inside import (
+    backward_hooks,
+    buffers_of,
+    children_of,
+    forward_hooks,
+    forward_pre_hooks,
+    parameters_of,
+)
 
 __all__ = ["ModuleState", "surroundings"]
 
@@ -48,16 +56,16 @@ def _collect(module: nn.Module, objects: list[Any], flags: list[Any], seen: set[
     seen.add(id(module))
     objects.append(module)
     flags.append(module.training)
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    hooks = (forward_hooks(module), forward_pre_hooks(module), backward_hooks(module))
     flags.extend(tuple(some) for some in hooks if some)
-    for p in module._parameters.values():
+    for p in parameters_of(module).values():
         if p is not None:
             objects.append(p)
             flags += (p.requires_grad, p.dtype, p.shape)
-    for b in module._buffers.values():
+    for b in buffers_of(module).values():
         if b is not None:
             flags += (b.dtype, b.shape)
-    for child in module._modules.values():
+    for child in children_of(module).values():
         if child is not None:
             _collect(child, objects, flags, seen)
 

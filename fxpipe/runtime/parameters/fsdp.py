@@ -15,6 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.runtime.parameters.replicas import Replicas
+from fxpipe.torch_inside import (
+    drop_gathered_gradients,
+    finish_sharded_backward,
+    has_run_sharded,
+    shard_groups,
+    shard_precision,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -69,11 +76,10 @@ class FsdpSync:
             root.set_is_last_backward(True)
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
-            states = [module._get_fsdp_state() for module in _fsdp_modules(root)]
-            for state in reversed(states):
-                for group in reversed(_param_groups(state)):
+            for module in reversed(_fsdp_modules(root)):
+                for group in reversed(shard_groups(module)):
                     group.post_backward()
-            states[0]._root_post_backward_final_callback()
+            finish_sharded_backward(root)
 
     def finish(self) -> None: ...
 
@@ -82,7 +88,7 @@ class FsdpSync:
 
     def end(self) -> None:
         for root in self._roots:
-            if not self._reduced and root._get_fsdp_state()._is_root is not None:  # it has run
+            if not self._reduced and has_run_sharded(root):
                 root.reset_iter_state()
                 _drop_partial_gradients(root)
             root.set_is_last_backward(True)
@@ -93,8 +99,8 @@ class FsdpSync:
 def gathered_dtypes(module: nn.Module) -> list[torch.dtype]:
     """What sharded parameters are cast to for computing, where that is another dtype."""
     roots = fsdp_roots(module)
-    states = [part._get_fsdp_state() for root in roots for part in _fsdp_modules(root)]
-    found = [state._mp_policy.param_dtype for state in states]
+    parts: list[Any] = [part for root in roots for part in _fsdp_modules(root)]
+    found = [shard_precision(part).param_dtype for part in parts]
     return [dtype for dtype in found if dtype is not None]
 
 
@@ -116,26 +122,19 @@ def _is_fsdp(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.FSDPModule)
 
 
-def _param_groups(state: Any) -> list[Any]:
-    return list(state._fsdp_param_groups)
-
-
 def _drop_partial_gradients(root: FSDPModule) -> None:
-    """What a failed step has left on gathered parameters; zero_grad() does not see it."""
+    """What a failed step has left on gathered parameters."""
     for module in _fsdp_modules(root):
-        for group in _param_groups(module._get_fsdp_state()):
+        for group in shard_groups(module):
             for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                gathered = getattr(held, "_unsharded_param", None)
-                if gathered is not None:
-                    gathered.grad = None
+                drop_gathered_gradients(held)
 
 
 def _groups(root: FSDPModule) -> list[dist.ProcessGroup]:
     """The groups that the collectives of sharded modules use."""
     found: list[dist.ProcessGroup] = []
     for module in _fsdp_modules(root):
-        for group in _param_groups(module._get_fsdp_state()):
+        for group in shard_groups(module):
             names = ("shard_process_group", "replicate_process_group")
             both = [getattr(group.mesh_info, name, None) for name in names]
             found += [one for one in both if one is not None]

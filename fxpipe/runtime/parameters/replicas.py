@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import RemoteStageError
 from fxpipe.runtime.wire.control import side_group
+from fxpipe.torch_inside import backend_object
 
 __all__ = ["Replicas"]
 
@@ -119,7 +120,7 @@ class Replicas:
 def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group if gloo carries its CPU tensors, or another of the same ranks where it does."""
     try:
-        is_gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
+        is_gloo = backend_object(group, torch.device("cpu")).name() == "gloo"
     except RuntimeError:
         is_gloo = False
     return group if is_gloo else side_group(group)

@@ -18,6 +18,7 @@ from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.wire.transport import Transport
+from fxpipe.torch_inside import WRAPPED
 
 __all__ = [
     "GradStash",
@@ -211,5 +212,5 @@ def _parameter(module: nn.Module, name: str, stage: int) -> nn.Parameter:
 
 def plain_name(name: str) -> str:
     """A parameter's name without the parts that wrappers add."""
-    wrappers = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+    wrappers = ("module", *WRAPPED)
     return ".".join(part for part in name.split(".") if part not in wrappers)

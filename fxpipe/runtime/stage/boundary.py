@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import PipeliningShapeError
 from fxpipe.graph.interface import StageInterface
 from fxpipe.program import Edge, Edges
+from fxpipe.torch_inside import pytree
 
 __all__ = ["Boundary", "PortShape", "Skeleton", "bind_traced", "skeleton_of"]
 

@@ -28,6 +28,7 @@ from fxpipe.runtime.stage.operations import (
     WeightLeft,
     WeightRight,
 )
+from fxpipe.torch_inside import base_of
 
 __all__ = ["DEFERRABLE", "Call", "recognise"]
 
@@ -107,7 +108,7 @@ def _matmul(input: Any, other: Any) -> Call | None:
         return Call(_WEIGHT_RIGHT, input, other, None)
     if _is_trainable(input):
         return Call(_WEIGHT_LEFT, other, input, None)
-    base = other._base
+    base = base_of(other)
     if _is_trainable(base) and other.requires_grad and other.dim() == base.dim() == 2:
         is_transposed = other.shape == base.shape[::-1] and other.stride() == base.stride()[::-1]
         if is_transposed and other.storage_offset() == base.storage_offset():

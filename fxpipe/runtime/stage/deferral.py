@@ -18,13 +18,11 @@ unless it has hooks: then the first part waits for the second.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -33,6 +31,17 @@ from fxpipe.runtime.stage.deferrable import DEFERRABLE, Call, recognise
 from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.operations import Operation
 from fxpipe.runtime.stage.weight_work import WeightWork, accumulate, modified, only
+from fxpipe.torch_inside import (
+    apply_of,
+    backward_hooks,
+    forward_ad_level,
+    functorch_is_active,
+    is_compiled,
+    is_view,
+    post_accumulate_hooks,
+    version_of,
+    without_torch_function,
+)
 
 __all__ = ["Deferral", "can_defer"]
 
@@ -47,12 +56,7 @@ def can_defer(module: nn.Module) -> bool:
     A compiled module is one block: its backward cannot be split, and watching it would
     make the compiler build it once more.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = (dynamo.OptimizedModule,) if dynamo is not None else ()
-    return not any(
-        isinstance(child, compiled) or getattr(child, "_compiled_call_impl", None) is not None
-        for child in module.modules()
-    )
+    return not any(is_compiled(child) for child in module.modules())
 
 
 class Deferral(TorchFunctionMode):
@@ -131,7 +135,7 @@ class Deferral(TorchFunctionMode):
                 self._deferred[id(parameter)] = parameter
                 if self._sink is not None:  # first met when a checkpointed region runs again
                     self._set_aside(parameter)
-        node = _Node(self, operation, weight, weight._version, bias)
+        node = _Node(self, operation, weight, version_of(weight), bias)
         output: Tensor = _apply(_ANCHOR, x, node)
         return output
 
@@ -139,7 +143,7 @@ class Deferral(TorchFunctionMode):
         """Let hooks wait for the weight half, whatever else gives this parameter a gradient."""
         hooks = [
             registered
-            for registered in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            for registered in (backward_hooks(parameter), post_accumulate_hooks(parameter))
             if registered
         ]
         if hooks:
@@ -265,7 +269,7 @@ def _sum_of(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 def _can_run_function() -> bool:
     # Transforms of torch.func and forward-mode derivatives need rules that we do not have.
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    return not functorch_is_active() and forward_ad_level() < 0
 
 
 class _Node(NamedTuple):
@@ -292,7 +296,7 @@ class _Deferred(torch.autograd.Function):
             weight, bias = _cast(weight, x), None if bias is None else _cast(bias, x)
         y = node.operation.output(x, weight, bias)
         # A view that leaves a Function cannot be written to in place; an alias can.
-        return y.detach() if y._is_view() else y
+        return y.detach() if is_view(y) else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
@@ -301,13 +305,11 @@ class _Deferred(torch.autograd.Function):
         (x,) = ctx.saved_tensors  # may compute a checkpointed region again: with the mode on
         if torch.is_grad_enabled():  # a graph of this backward is wanted, so watch it as well
             return None, _step(ctx, x, grad), None
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return None, _step(ctx, x, grad), None
 
 
-# Function.apply itself only adds what functorch and dynamo need, for a third of the time of
-# a small layer; neither is active here.
-_apply: Any = super(torch.autograd.Function, _Deferred).apply
+_apply = apply_of(_Deferred)  # neither functorch nor the compiler is active here
 
 
 def _cast(weight: Tensor, x: Tensor) -> Tensor:
@@ -318,7 +320,7 @@ def _step(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
     deferral, operation, weight, weight_version, bias = ctx.node
     input_grad = None
     if ctx.needs_input_grad[1]:
-        if weight._version != weight_version:
+        if version_of(weight) != weight_version:
             raise modified(weight, weight_version, "a weight")
         same = weight if weight.dtype is x.dtype else _cast(weight, x)
         input_grad = operation.input_grad(grad, x, same)
@@ -326,7 +328,7 @@ def _step(ctx: Any, x: Tensor, grad: Tensor) -> Tensor | None:
             x = x.detach()  # or it would keep the graph behind it alive
     if bias is not None and not bias.requires_grad:
         bias = None
-    work = WeightWork(operation, x, x._version, grad, grad._version, weight, bias)
+    work = WeightWork(operation, x, version_of(x), grad, version_of(grad), weight, bias)
     if deferral._sink is None:
         accumulate([work])
     else:
@@ -348,5 +350,5 @@ class _Aside(NamedTuple):
             registered.update(entries)
         if found is None:
             return []
-        version = found._version
+        version = version_of(found)
         return [WeightWork(None, found, version, found, version, self.parameter, None)]

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.autograd.graph import GradientEdge
+
+from fxpipe.torch_inside import run_engine
 
 __all__ = ["run_backward"]
 
 
 def run_backward(roots: Sequence[Tensor | GradientEdge], seeds: Sequence[Tensor | None]) -> None:
     """Add the gradients of all leaves below `roots` to their `.grad`."""
-    _engine_run_backward(
+    run_engine(
         tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -30,6 +30,7 @@ from fxpipe.runtime.stage.stage_runner import StageRunner
 from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import Failure
 from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport
+from fxpipe.torch_inside import profiler_is_on
 
 __all__ = ["ActionContext", "Executor", "Hooks", "InterruptedStepError", "run_local", "run_rank"]
 
@@ -329,7 +330,7 @@ def run_local(executors: Sequence[Executor], order: Sequence[tuple[int, int]]) -
 def _stepper(executor: Executor) -> Callable[[int, Run], None]:
     """How to run one action: plainly, or with a profiler range or a clock around it."""
     spans, actions = executor.spans, executor._actions
-    profiled = torch._C._autograd._profiler_enabled()
+    profiled = profiler_is_on()
     if spans is None and not profiled:
         return lambda _, run: run()
 

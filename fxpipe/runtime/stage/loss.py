@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError
+from fxpipe.torch_inside import pytree
 
 __all__ = ["AuxLosses", "LossTerm", "aux_loss", "collect_aux_losses", "loss_term", "own_leaves"]
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, bind_traced
+from fxpipe.torch_inside import WRAPPED, pytree
 
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo
@@ -346,7 +346,7 @@ class TracedFront(Front):
 
 def _keyword_names(module: nn.Module) -> frozenset[str] | None:
     forward = module.forward
-    for inner in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
+    for inner in ("module", WRAPPED[0]):  # DistributedDataParallel, torch.compile
         wrapped = getattr(module, inner, None)
         if isinstance(wrapped, nn.Module) and _takes_anything(forward):
             forward = wrapped.forward

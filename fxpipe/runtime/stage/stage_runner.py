@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.runtime.parameters.sync import GradSync, grad_sync
@@ -30,6 +29,7 @@ from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import StepData
+from fxpipe.torch_inside import pytree
 
 __all__ = ["StageRunner", "Wiring", "wire"]
 

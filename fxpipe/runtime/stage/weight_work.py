@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.operations import Operation
+from fxpipe.torch_inside import apply_of, version_of
 
 __all__ = ["WeightWork", "accumulate", "modified", "only"]
 
@@ -42,9 +43,9 @@ class WeightWork(NamedTuple):
     def add_to(self, sums: dict[Parameter, Tensor]) -> None:
         """Compute the gradients and add them to those of the same parameters."""
         operation, x, x_version, grad, grad_version, weight, bias = self
-        if x._version != x_version:
+        if version_of(x) != x_version:
             raise modified(x, x_version, "an input")
-        if grad._version != grad_version:
+        if version_of(grad) != grad_version:
             raise modified(grad, grad_version, "an output gradient")
         if weight is not None:
             _add_to(sums, weight, operation.weight_grad(grad, x, weight) if operation else grad)
@@ -57,7 +58,7 @@ def modified(tensor: Tensor, version: int, what: str) -> RuntimeError:
     """What to raise for a tensor that was written to since it was noted, as autograd does."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: {what} of shape {list(tensor.shape)} is at version {tensor._version}, "
+        f"operation: {what} of shape {list(tensor.shape)} is at version {version_of(tensor)}, "
         f"version {version} was expected; write to a copy instead"
     )
 
@@ -137,4 +138,4 @@ class _Source(torch.autograd.Function):
         return grads
 
 
-_source: Any = super(torch.autograd.Function, _Source).apply
+_source = apply_of(_Source)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.torch_inside import backend_object
 
 __all__ = ["NCCL_STREAMS", "backend_of", "matchings", "own_communicators", "streams_of"]
 
@@ -40,7 +41,7 @@ NCCL_STREAMS = (
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that carries tensors of a device, or gloo."""
     try:
-        return str(group._get_backend(device).name()).lower()
+        return str(backend_object(group, device).name()).lower()
     except RuntimeError:
         return "gloo"
 
@@ -55,7 +56,7 @@ def streams_of(group: dist.ProcessGroup, device: torch.device) -> Streams | None
     name = backend_of(group, device)
     if name == "gloo":
         return None
-    known = getattr(group._get_backend(device), "streams", None)
+    known = getattr(backend_object(group, device), "streams", None)
     if known in get_args(Streams):
         return known
     if name == "nccl-lazy" or (name == "nccl" and _NCCL_IS_LAZY and not _is_eager()):

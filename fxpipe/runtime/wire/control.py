@@ -47,6 +47,7 @@ from fxpipe.runtime.wire.sockets import HostTransport, Listener
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
 from fxpipe.runtime.wire.watch import GRACE, POLL, Life, Watch
+from fxpipe.torch_inside import default_store
 
 __all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "agree", "control_of"]
 
@@ -185,7 +186,7 @@ class GroupControl:
         self.schedules = 0
         self._is_busy = False
         self._group = weakref.ref(group)
-        self._store: Any = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store: Any = default_store().clone()
         meeting = _MEETINGS[group] = _MEETINGS.get(group, 0) + 1
         self._prefix = f"fxpipe/{_name(group)}/{meeting}"
         self._poll = POLL * max(1.0, dist.get_world_size() / 256)

@@ -15,9 +15,9 @@ import sys
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from fxpipe.errors import InputError
+from fxpipe.torch_inside import pytree, pytree_kind
 
 __all__ = ["dumps", "loads"]
 
@@ -61,7 +61,7 @@ def _encode(value: Any) -> Any:
     if kind is torch.Tensor:
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return ["n", _encode(value.dtype), list(value.shape), _encode(bytes(flat.tolist()))]
-    node = pytree._get_node_type(value)
+    node = pytree_kind(value)
     if node in pytree.SUPPORTED_NODES:
         children, context = pytree.SUPPORTED_NODES[node].flatten_fn(value)
         if isinstance(value, tuple):

@@ -21,6 +21,7 @@ from torch import fx, nn
 from fxpipe.graph.cut.stage_writer import Within
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.torch_inside import children_of
 
 __all__ = ["Part", "StageParts", "find_parts"]
 
@@ -182,7 +183,7 @@ def _called_module(module: fx.GraphModule, node: fx.Node) -> tuple[str, nn.Modul
 
 def _held(module: nn.Module, name: str) -> nn.Module | None:
     for word in name.split("."):
-        inner = module._modules.get(word)
+        inner = children_of(module).get(word)
         if inner is None:
             return None
         module = inner

@@ -1,0 +1,312 @@
+"""Every use of a private name of torch is here; `torch_names.py` says what each is for.
+
+The rest of the package takes what it needs from this module; a test reads its source and finds
+no private name elsewhere. A torch that lacks one of them is refused when this module is
+imported, by name, instead of failing in the middle of a trace or a step. What takes long to
+import (the compiler, the sharding library) is imported at its first use.
+
+Getters are `attrgetter`s where a step calls them often: they cost no Python frame.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from fxpipe.torch_names import LATE, PRIVATE, check_names, lacks, warn_of_version
+
+try:
+    from torch._functorch import apis
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        unset_fake_temporarily,
+    )
+    from torch.autograd.graph import _engine_run_backward as run_engine
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError as error:
+    raise ImportError(lacks(str(error))) from error
+
+if TYPE_CHECKING:
+    import sympy
+    import torch.distributed as dist
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = [
+    "BUFFERS", "CHECKPOINT_ENTRY", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD", "HOOKS", "MODULES",
+    "PARAMETERS", "VERSION_COUNTER", "VMAP_ENTRY", "WRAPPED",
+    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
+    "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings", "backend_object",
+    "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",  "children_of",
+    "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
+    "finish_sharded_backward", "floor_div", "forward_ad_level", "forward_hooks",
+    "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
+    "has_global_hooks", "has_run_sharded", "hook_takes_kwargs", "is_compiled", "is_view",
+    "known_sizes", "local_tensor", "memory_of", "overload_packet", "own_attributes",
+    "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "profiler_is_on", "pytree",
+    "pytree_kind", "run_engine", "schema_of", "shard_groups", "shard_precision",
+    "transient_buffers", "unset_fake_temporarily", "version_of",
+    "watch_replacements", "without_torch_function",
+]  # fmt: skip
+
+# Tensors
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+base_of: Callable[[torch.Tensor], Any] = attrgetter("_base")
+VERSION_COUNTER = "_version"
+"""What a function is called that reads a tensor's version."""
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a view of another."""
+    return tensor._is_view()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return the number of a tensor's storage; tensors that share memory have the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor (comparing whole ones communicates)."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+# Modules
+
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+"""Where a module keeps its own, in its `__dict__`."""
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that a call runs."""
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What wrappers of torch call the module inside them."""
+
+Hooks = dict[int, Callable[..., Any]]
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], dict[str, torch.Tensor | None]] = attrgetter(BUFFERS)
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
+transient_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+forward_pre_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_pre_hooks")
+forward_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks")
+backward_hooks: Callable[[nn.Module | torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
+backward_pre_hooks: Callable[[nn.Module], Hooks] = attrgetter("_backward_pre_hooks")
+post_accumulate_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+
+def own_attributes() -> frozenset[str]:
+    """Return the attributes that every module has, apart from `training`."""
+    return frozenset(vars(nn.Module())) - {"training"}
+
+
+def pre_hook_takes_kwargs(module: nn.Module, key: int) -> bool:
+    """Say whether a forward pre-hook wants the keyword arguments."""
+    return key in module._forward_pre_hooks_with_kwargs
+
+
+def hook_takes_kwargs(module: nn.Module, key: int) -> bool:
+    """Say whether a forward hook wants the keyword arguments."""
+    return key in module._forward_hooks_with_kwargs
+
+
+def has_global_hooks() -> bool:
+    """Say whether hooks are registered for all modules."""
+    machinery: Any = nn.modules.module
+    return bool(machinery._has_any_global_hook())
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """Return the module inside one that `torch.compile` made; None for others."""
+    original = getattr(module, WRAPPED[0], None)
+    is_compiled_module = type(module).__name__ == "OptimizedModule"
+    return original if is_compiled_module and isinstance(original, nn.Module) else None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether a module, by `torch.compile` or `Module.compile()`, runs as one block."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return True
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+# Entry points that a trace replaces: the owner and the name.
+
+VMAP_ENTRY: tuple[Any, str] = (apis, "vmap_impl")
+CHECKPOINT_ENTRY: tuple[Any, str] = (
+    sys.modules["torch.utils.checkpoint"],
+    "_checkpoint_without_reentrant_generator",
+)
+
+
+def function_base() -> type:
+    """Return the base of `autograd.Function` that has `apply`.
+
+    Code may hold `Function.apply` from before, as in `square = Square.apply`; what that
+    calls in turn is looked up here.
+    """
+    base: type = torch.autograd.Function.__mro__[1]
+    return base
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Any:
+    """Return `apply` without what it does for functorch and the compiler.
+
+    That takes a third of the time of a small layer.
+    """
+    parent: Any = super(torch.autograd.Function, function)
+    return parent.apply
+
+
+# Modes and regions
+
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+def forward_ad_level() -> int:
+    """Return how many forward-mode derivatives are being taken, less one."""
+    return torch.autograd.forward_ad._current_level
+
+
+def function_modes() -> list[torch.overrides.TorchFunctionMode]:
+    """Return the modes that see torch functions now, the outermost first."""
+    stack: Any = torch.overrides._get_current_function_mode_stack
+    return list(stack())
+
+
+def autocast_settings(region: Any) -> tuple[str, torch.dtype, bool, bool]:
+    """Return the arguments that make an autocast region once more."""
+    return (region.device, region.fast_dtype, region._enabled, region._cache_enabled)
+
+
+# Operators
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def overload_packet(operator: Any) -> Any:
+    """Return an operator without its overload; anything else as it is."""
+    return getattr(operator, "_overloadpacket", operator)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return an operator's schema; None for what has none."""
+    return getattr(operator, "_schema", None)
+
+
+def pytree_kind(value: Any) -> Any:
+    """Return what a value is looked up by in `pytree.SUPPORTED_NODES`."""
+    return pytree._get_node_type(value)
+
+
+# Sizes
+
+_KNOWN_SIZES = ("backed_var_to_val", "var_to_val")  # since 2.12, and before
+
+
+def known_sizes(env: ShapeEnv) -> dict[sympy.Symbol, sympy.Integer]:
+    """Return the example's size of each symbol."""
+    for name in _KNOWN_SIZES:
+        if hasattr(env, name):
+            found: dict[sympy.Symbol, sympy.Integer] = getattr(env, name)
+            return found
+    raise ImportError(lacks(f"ShapeEnv.{' or '.join(_KNOWN_SIZES)} (the example's sizes)"))
+
+
+def watch_replacements(env: ShapeEnv, heard: Callable[[sympy.Symbol, sympy.Basic], None]) -> None:
+    """Call `heard` whenever a symbol gets a new value: it has lost its freedom."""
+    original = env._set_replacement
+
+    def replace(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        before = env.replacements.get(a)
+        original(a, tgt, msg)
+        after = env.replacements.get(a)
+        if after is not None and after != before:
+            heard(a, after)
+
+    env._set_replacement = replace  # type: ignore[method-assign]
+
+
+def constant_source(name: str) -> Any:
+    """Return the source of a symbol that no input of a compiled function has."""
+    # Importing it takes longer than importing torch, and only a trace needs it.
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
+
+
+def floor_div(dividend: sympy.Expr, divisor: sympy.Expr | int) -> sympy.Expr:
+    """Return a quotient of sizes, rounded down, as ShapeEnv writes it."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return FloorDiv(dividend, divisor)
+
+
+# Process groups
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def backend_object(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return the backend that carries tensors of a device; RuntimeError if there is none."""
+    return group._get_backend(device)
+
+
+# Sharded modules: `state` below is what FSDP2 keeps of a module.
+
+
+def shard_groups(module: Any) -> list[Any]:
+    """Return the groups of parameters that a sharded module gathers together."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in (state._fsdp_param_group,) if group is not None]  # torch 2.10
+
+
+def shard_precision(module: nn.Module) -> Any:
+    """Return the mixed-precision policy of a module wrapped by `fully_shard`, else None."""
+    find = getattr(module, "_get_fsdp_state", None)
+    return None if find is None else getattr(find(), "_mp_policy", None)
+
+
+def has_run_sharded(root: Any) -> bool:
+    """Say whether a sharded module has run: only then it knows whether it is a root."""
+    return root._get_fsdp_state()._is_root is not None
+
+
+def finish_sharded_backward(root: Any) -> None:
+    """Do what FSDP2 does when the backward of a root module has ended."""
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def drop_gathered_gradients(held: Any) -> None:
+    """Forget the gradients that a sharded parameter has gathered; zero_grad() does not see them."""
+    held.unsharded_accumulated_grad = None
+    gathered = getattr(held, "_unsharded_param", None)
+    if gathered is not None:
+        gathered.grad = None
+
+
+warn_of_version(torch.__version__)
+check_names(path for path in PRIVATE if not path.startswith(LATE))

@@ -16,24 +16,18 @@ torch's private buffers here and fails.
 
 from __future__ import annotations
 
-import enum
 import logging
-import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch.distributed
 
 from fxpipe import microbatch, schedules, stage
-from fxpipe.errors import ScheduleError
+from fxpipe.chunk_calls import _PipelineContext
 from fxpipe.graph import markers, pipe
-from fxpipe.program import Action, Kind
-from fxpipe.program.text import parse_action, rows_of_csv
-from fxpipe.runtime.stage.executor import ActionContext
+from fxpipe.program.torch_actions import _Action, _ComputationType
 
 __all__ = ["install", "uninstall"]
 
@@ -41,137 +35,10 @@ _log = logging.getLogger(__name__)
 _PEER = "torch.distributed.pipelining"
 
 
-class _ComputationType(enum.StrEnum):
-    """torch's names for the kinds of actions."""
+class _ScheduleForwardOnly(schedules.PipelineScheduleSingle):
+    """Forwards alone; every other schedule does the same in `eval`."""
 
-    FORWARD = "F"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    FULL_BACKWARD = "B"
-    OVERLAP_F_B = "OVERLAP_F_B"
-    REDUCE_GRAD = "REDUCE_GRAD"
-
-    @staticmethod
-    def from_str(action: str) -> _ComputationType:
-        try:
-            return _ComputationType(action)
-        except ValueError:
-            known = ", ".join(kind.value for kind in _ComputationType)
-            raise ScheduleError(f"there is no action kind {action!r}; known: {known}") from None
-
-    @property
-    def kind(self) -> Kind:
-        return next(kind for kind in Kind if kind.text == self.value)
-
-
-class _Action(Action):
-    """An `Action` as torch makes and reads it."""
-
-    __slots__ = ()
-
-    def __new__(
-        cls,
-        stage_index: int,
-        computation_type: _ComputationType | str,
-        microbatch_index: int | None = None,
-        sub_actions: Sequence[Action] | None = None,
-    ) -> _Action:
-        if sub_actions:
-            text = f"({';'.join(map(str, sub_actions))}){computation_type}"
-        else:
-            number = "" if microbatch_index is None else microbatch_index
-            text = f"{stage_index}{computation_type}{number}"
-        return cls.of(parse_action(text))
-
-    @classmethod
-    def of(cls, action: Action) -> _Action:
-        return cls._make(action)
-
-    @staticmethod
-    def from_str(action_string: str) -> _Action | None:
-        text = action_string.strip()
-        return _Action.of(parse_action(text)) if text else None
-
-    @property
-    def stage_index(self) -> int:
-        return self.stage
-
-    @property
-    def computation_type(self) -> _ComputationType:
-        return _ComputationType(self.kind.text)
-
-    @property
-    def microbatch_index(self) -> int | None:
-        return self.microbatch
-
-    @property
-    def sub_actions(self) -> tuple[_Action, ...] | None:
-        return tuple(_Action.of(part) for part in self.parts) or None
-
-    @property
-    def is_compute_op(self) -> bool:
-        return self.kind.is_compute or self.kind is Kind.OVERLAP
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-@dataclass
-class _PipelineContext:
-    """What a function given to `register_custom_function` gets beside the action."""
-
-    schedule_ref: schedules.Schedule
-    default: Callable[[], None]
-    arg_mbs: list[Any] | None = None
-    kwarg_mbs: list[Any] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
-
-
-class _PipelineScheduleRuntime(schedules.PipelineScheduleMulti):
-    """A schedule that reads its program from a CSV before the first step.
-
-    schedule = _PipelineScheduleRuntime(stages, n_microbatches, loss_fn=loss)
-    schedule._load_csv("program.csv")
-
-    Transfers and parameter actions in the file are left out and added anew: fxpipe adds those
-    that the stages' own edges need, in an order that it has proved.
-    """
-
-    def _load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
-        if format not in ("compute_only", "compute_comms"):
-            raise ScheduleError(f"format must be compute_only or compute_comms, got {format!r}")
-        rows = rows_of_csv(Path(filename).read_text())
-        self.pipeline_order = {rank: _compute_only(row) for rank, row in enumerate(rows)}
-
-
-def _compute_only(cells: Sequence[str]) -> list[str]:
-    """The cells of a rank without transfers, waits and what is for whole stages."""
-    computes = re.compile(
-        rf"[0-9]+({'|'.join(kind.text for kind in Kind if kind.is_compute)})[0-9]+"
-    )
-    found = (cell.strip() for cell in cells)
-    return [cell for cell in found if cell.startswith("(") or computes.fullmatch(cell)]
-
-
-def _register_custom_function(
-    self: schedules.Schedule,
-    computation_type: _ComputationType,
-    custom_function: Callable[[_Action, _PipelineContext], None],
-) -> None:
-    """Let `custom_function(action, context)` do the actions of a kind, as torch names it."""
-
-    def run(context: ActionContext) -> None:
-        given = _PipelineContext(self, context.default)
-        custom_function(_Action.of(context.action), given)
-
-    self.replace(computation_type.kind, run)
+    schedule_name = "ForwardOnly"
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -181,7 +48,7 @@ def _modules() -> dict[str, ModuleType]:
     of_stage = {
         **_public(stage),
         "_PipelineStage": stage.PipelineStage,
-        "_PipelineStageBase": stage.PipelineStage,
+        "_PipelineStageBase": stage._PipelineStageBase,
     }
     of_schedules = {
         **_public(schedules),
@@ -191,7 +58,8 @@ def _modules() -> dict[str, ModuleType]:
         "_ComputationType": _ComputationType,
         "_PipelineContext": _PipelineContext,
         "_PipelineSchedule": schedules.Schedule,
-        "_PipelineScheduleRuntime": _PipelineScheduleRuntime,
+        "_PipelineScheduleRuntime": schedules.PipelineScheduleMulti,
+        "_ScheduleForwardOnly": _ScheduleForwardOnly,
         "_wait_batch_p2p": _wait_batch_p2p,
     }
     of_microbatch = {
@@ -205,7 +73,12 @@ def _modules() -> dict[str, ModuleType]:
         "pipe_split": markers.pipe_split,
         "pipeline": pipe.pipeline,
     }
-    package = {**of_ir, **_public(stage), **_public(schedules)}
+    package = {
+        **of_ir,
+        **_public(stage),
+        **_public(schedules),
+        "_ScheduleForwardOnly": _ScheduleForwardOnly,
+    }
     contents = {
         "": package,
         ".schedules": of_schedules,
@@ -253,7 +126,6 @@ def install() -> None:
             "stays torch's: install first",
             _PEER,
         )
-    schedules.Schedule.register_custom_function = _register_custom_function  # type: ignore[attr-defined]
     made = _modules()
     known = [name for name in sys.modules if name == _PEER or name.startswith(_PEER + ".")]
     for name in {*known, *made}:

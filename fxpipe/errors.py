@@ -8,12 +8,14 @@ exception that users of other packages already catch (`ValueError`,
 __all__ = [
     "FxpipeError",
     "InputError",
+    "InputTypeError",
     "PipeliningShapeError",
     "PlanError",
     "RemoteStageError",
     "ScheduleError",
     "SplitError",
     "TraceError",
+    "UnknownModuleError",
 ]
 
 
@@ -21,7 +23,7 @@ class FxpipeError(Exception):
     """Something fxpipe was asked to do cannot be done; the message says why."""
 
 
-class ScheduleError(FxpipeError, ValueError):
+class ScheduleError(FxpipeError, ValueError, RuntimeError):
     """A schedule is unknown, malformed, or not defined for the numbers given."""
 
 
@@ -33,12 +35,20 @@ class SplitError(FxpipeError, ValueError):
     """The requested split does not fit the model."""
 
 
+class UnknownModuleError(SplitError, AttributeError):
+    """A split is asked for at a module that the model does not have."""
+
+
 class PipeliningShapeError(FxpipeError, RuntimeError):
     """Tensors that meet at a stage boundary do not fit together."""
 
 
-class InputError(FxpipeError, ValueError):
+class InputError(FxpipeError, ValueError, RuntimeError):
     """The inputs of a step cannot be used: missing, misnamed, or not splittable."""
+
+
+class InputTypeError(InputError, TypeError):
+    """An input has the wrong type of container."""
 
 
 class PlanError(FxpipeError, ValueError):

@@ -14,6 +14,7 @@ DistributedDataParallel, a `fully_shard`ed or a compiled version of itself.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,40 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fxpipe.chunk_calls import ChunkCalls
 from fxpipe.errors import InputError
-from fxpipe.runtime.stage.stage_kind import Front, ManualFront, TracedFront
+from fxpipe.runtime.stage.stage_kind import Front, ManualFront, PipelineStageInfo, TracedFront
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo
 
-__all__ = ["PipelineStage", "build_stage"]
+__all__ = ["PipelineStage", "PipelineStageInfo", "_PipelineStageBase", "build_stage"]
 
 
-class PipelineStage:
+class _PipelineStageBase(ChunkCalls):
+    """What a schedule must know of a stage to list its actions; enough for one that never runs."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    group: Any = None
+    group_rank: Any = 0
+    group_size: Any = 1
+    has_backward: bool = False
+    stage_index_to_group_rank: dict[int, int] | None = None  # once a schedule has placed it
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+
+class PipelineStage(_PipelineStageBase):
     """One stage of a pipeline on one device.
 
     Args:
@@ -41,6 +65,8 @@ class PipelineStage:
         input_args, output_args: example tensors (one microbatch) of what the stage
             takes and returns. Optional: what is missing is inferred, without
             running the module on real data. What is given is checked.
+        output_grads, input_grads, get_mesh: taken for torch's sake and not looked at: shapes of
+            gradients are those of what was sent, and DTensors do not cross boundaries.
         group: the process group of this pipeline, or a `LocalGroup` to run all
             ranks in this process. Default: all processes, or this one alone.
         dw_builder: called after each backward; the function it returns computes
@@ -55,8 +81,11 @@ class PipelineStage:
         device: torch.device | str,
         input_args: torch.Tensor | tuple[Any, ...] | None = None,
         output_args: torch.Tensor | tuple[Any, ...] | None = None,
+        output_grads: torch.Tensor | tuple[Any, ...] | None = None,
+        input_grads: torch.Tensor | tuple[Any, ...] | None = None,
         group: dist.ProcessGroup | LocalGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
     ) -> None:
         if not isinstance(submodule, nn.Module):
             raise InputError(f"a stage needs a torch.nn.Module, got {type(submodule).__name__}")
@@ -71,15 +100,9 @@ class PipelineStage:
         self.device = torch.device(device)
         self.group = group
         self.dw_builder = dw_builder
+        self.forward_contexts = OrderedDict()
+        self._doing = {}
         self.front: Front = ManualFront(_as_tuple(input_args), _as_tuple(output_args))
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
 
     @property
     def group_rank(self) -> int:

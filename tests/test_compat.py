@@ -13,6 +13,7 @@ from fxpipe import compat
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Kind
 from fxpipe.program.generators import get_schedule
+from fxpipe.stage import _PipelineStageBase
 
 
 def run(code: str) -> str:
@@ -54,17 +55,30 @@ def test_imports_of_the_peer_give_our_objects_until_it_is_taken_back():
 
 
 def test_actions_have_the_arguments_and_attributes_of_the_peer():
-    action = compat._Action(2, compat._ComputationType.FORWARD, 3)
+    forward = compat._ComputationType.FORWARD
+    action = compat._Action(2, forward, 3)
 
-    assert action == Action(Kind.FORWARD, 2, 3)
-    assert (action.stage_index, action.computation_type, action.microbatch_index) == (2, "F", 3)
+    stage, kind, microbatch, parts = action
+    assert (stage, kind, microbatch, parts) == (2, "F", 3, None)
+    assert action == compat._Action(stage_index=2, computation_type=forward, microbatch_index=3)
     assert repr(action) == "2F3"
     assert action.is_compute_op
+    assert action.ours() == Action(Kind.FORWARD, 2, 3)
     assert compat._Action.from_str(" 2F3 ") == action
     assert compat._Action.from_str("") is None
     pair = compat._Action.from_str("(0F1;3B0)OVERLAP_F_B")
-    assert pair.sub_actions == (Action(Kind.FORWARD, 0, 1), Action(Kind.BACKWARD, 3, 0))
+    assert [part.stage_index for part in pair.sub_actions] == [0, 3]
     assert compat._Action(-1, compat._ComputationType.OVERLAP_F_B, None, pair.sub_actions) == pair
+
+
+@pytest.mark.parametrize(
+    "text", ["1WAIT_SEND_F0", "0WAIT_SEND_B3", "2WAIT_REDUCE_GRAD", "0SEND_F1"]
+)
+def test_waits_and_transfers_are_read_and_printed_and_are_no_compute(text):
+    action = compat._Action.from_str(text)
+
+    assert str(action) == text
+    assert not action.is_compute_op
 
 
 @pytest.mark.parametrize("text", ["0X1", "F", "0F", "0SEND_F"])
@@ -95,7 +109,7 @@ def test_a_program_is_read_from_the_files_of_the_peer(format, tmp_path):
     text = written.to_csv().replace("\n", ",0UNSHARD,1WAIT_SEND_F0\n", 1)
     file = tmp_path / "program.csv"
     file.write_text(text if format == "compute_comms" else written.to_csv())
-    read, stages = schedule_of(compat._PipelineScheduleRuntime)
+    read, stages = schedule_of(fxpipe.PipelineScheduleMulti)
 
     read._load_csv(file, format=format)
     read.step(x, target=x)
@@ -108,30 +122,103 @@ def test_a_program_is_read_from_the_files_of_the_peer(format, tmp_path):
 def test_a_file_for_another_pipeline_is_refused(tmp_path):
     file = tmp_path / "program.csv"
     file.write_text(get_schedule("1F1B")(2, 2, 4).to_csv())
-    schedule, _ = schedule_of(compat._PipelineScheduleRuntime)
-
-    schedule._load_csv(file)
+    schedule, _ = schedule_of(fxpipe.PipelineScheduleMulti)
 
     with pytest.raises(ScheduleError, match=r"2 ranks, 2 stages and 4 .* has 2, 4 and 4"):
-        schedule.step(torch.zeros(8, 4), target=torch.zeros(8, 4))
+        schedule._load_csv(file)
 
 
 def test_a_custom_function_gets_the_action_in_the_words_of_the_peer():
-    compat.install()
-    try:
-        schedule, stages = schedule_of(fxpipe.ScheduleInterleaved1F1B)
-        seen = []
+    schedule, stages = schedule_of(fxpipe.ScheduleInterleaved1F1B)
+    plain, expected = schedule_of(fxpipe.ScheduleInterleaved1F1B)
+    x = torch.randn(8, 4)
+    plain.step(x, target=x)
+    seen = []
 
-        def function(action, context):
-            seen.append((action.stage_index, action.microbatch_index, context.schedule_ref))
-            context.default()
+    def function(action, context):
+        seen.append((action.stage_index, action.microbatch_index, context.schedule_ref))
+        assert len(context.arg_mbs) == len(context.kwarg_mbs) == len(context.target_mbs) == 4
+        context.default()
 
-        schedule.register_custom_function(compat._ComputationType.FORWARD, function)
-        x = torch.randn(8, 4)
-        schedule.step(x, target=x)
-    finally:
-        compat.uninstall()
+    schedule.register_custom_function(compat._ComputationType.FORWARD, function)
+    schedule.step(x, target=x)
 
     assert {place[:2] for place in seen} == {(s, m) for s in range(4) for m in range(4)}
     assert all(place[2] is schedule for place in seen)
-    assert all(gradient is not None for gradient in gradients(stages))
+    for ours, theirs in zip(gradients(stages), gradients(expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def drive(action, context):
+    """Do an action by torch's calls on the stages, as clients that overlap two of them do."""
+    schedule = context.schedule_ref
+    stages = {stage.stage_index: stage for stage in schedule._stages}
+    for part in action.sub_actions or (action,):
+        stage, microbatch = stages[part.stage_index], part.microbatch_index
+        place = (part.stage_index, microbatch)
+        if part.computation_type == "F":
+            assert place in schedule.fwd_recv_ops and not schedule.fwd_recv_ops.pop(place)
+            inputs = (context.arg_mbs[microbatch], context.kwarg_mbs[microbatch])
+            output = stage.forward_one_chunk(microbatch, *inputs)
+            schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
+        else:
+            assert place in schedule.bwd_recv_ops and not schedule.bwd_recv_ops.pop(place)
+            schedule.backward_counter[part.stage_index] += 1
+            last = schedule.backward_counter[part.stage_index] == schedule._n_microbatches
+            loss = schedule._maybe_get_loss(stage, microbatch)
+            stage.backward_one_chunk(
+                microbatch,
+                loss=loss,
+                full_backward=part.computation_type == "B",
+                last_backward=last,
+            )
+            stage.scale_grads(schedule._n_microbatches if schedule.scale_grads else 1)
+
+
+def test_a_function_that_drives_the_stages_of_the_peer_gives_the_same_gradients():
+    plain, expected = schedule_of(fxpipe.ScheduleDualPipeV)
+    driven, stages = schedule_of(fxpipe.ScheduleDualPipeV)
+    for kind in ("FORWARD", "OVERLAP_F_B", "FULL_BACKWARD", "BACKWARD_INPUT"):
+        driven.register_custom_function(compat._ComputationType[kind], drive)
+    x = torch.randn(8, 4)
+
+    plain.step(x, target=x)
+    driven.step(x, target=x)
+
+    assert any(a.kind is Kind.OVERLAP for row in driven.program.ranks for a in row)
+    for ours, theirs in zip(gradients(stages), gradients(expected), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_stage_computes_only_when_its_turn_has_come():
+    _, stages = schedule_of(fxpipe.ScheduleInterleaved1F1B)
+
+    with pytest.raises(ScheduleError, match=r"stage 0 has no F of microbatch 1 to do now"):
+        stages[0].forward_one_chunk(1, (torch.zeros(2, 4),))
+
+
+class Listed(_PipelineStageBase):
+    """A stage in name only, as tools have them that print schedules."""
+
+    def __init__(self, num_stages, group_size):
+        self.num_stages = num_stages
+        self.group_size = group_size
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_schedules_of_stages_that_never_run_can_be_listed(name):
+    count = 1 if name in ("GPipe", "1F1B") else 2
+    stages = [Listed(4 * count, 4) for _ in range(count)]
+
+    schedule = fxpipe.get_schedule_class(name)(stages, 8)
+
+    order = schedule.pipeline_order
+    assert sorted(order) == [0, 1, 2, 3]
+    ran = [action for row in order.values() for action in row if action is not None]
+    forwards = {(a.stage_index, a.microbatch_index) for a in ran if a.computation_type == "F"}
+    assert forwards == {(s, m) for s in range(4 * count) for m in range(8)}
+    kinds = {a.computation_type for row in schedule.pipeline_order_with_comms.values() for a in row}
+    assert {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE_GRAD", "UNSHARD"} <= kinds
+    assert set(schedule.stage_index_to_group_rank.values()) == {0, 1, 2, 3}
+    with pytest.raises(fxpipe.InputError, match="a Listed stands for a stage and cannot run"):
+        schedule.step(torch.zeros(8, 4))

@@ -33,9 +33,10 @@ ALLOWED = {
     "planner": MATTER,
     "viz": MATTER,
     "runtime": MATTER,
-    "stage": MATTER | {"planner", "viz", "runtime"},
-    "schedules": MATTER | {"planner", "viz", "runtime", "stage"},
-    "compat": MATTER | {"runtime", "stage", "schedules"},
+    "chunk_calls": MATTER | {"runtime"},
+    "stage": MATTER | {"planner", "viz", "runtime", "chunk_calls"},
+    "schedules": MATTER | {"planner", "viz", "runtime", "chunk_calls", "stage"},
+    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules"},
     "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
     "__main__": {"cli"},
 }

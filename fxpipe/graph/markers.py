@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from fxpipe.errors import SplitError
+from fxpipe.errors import SplitError, UnknownModuleError
 
 __all__ = ["SplitPoint", "annotate_split_points", "check_split_spec", "listening", "pipe_split"]
 
@@ -77,4 +77,6 @@ def check_split_spec(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
         elif not isinstance(point, SplitPoint):
             faults.append(f"{name!r} needs SplitPoint.BEGINNING or SplitPoint.END, got {point!r}")
     if faults:
-        raise SplitError("split_spec does not fit the model:\n  " + "\n  ".join(faults))
+        unknown = any(name not in known for name in spec)
+        kind = UnknownModuleError if unknown else SplitError
+        raise kind("split_spec does not fit the model:\n  " + "\n  ".join(faults))

@@ -22,6 +22,7 @@ from fxpipe.graph.check.smaller import check_same_decisions
 from fxpipe.graph.check.variants import all_variants, few_variants
 from fxpipe.graph.cut.cut import Assignment, by_markers, cut
 from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
+from fxpipe.graph.cut.whole_module import graph_of_stages, load_parts, merged_state
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.flops import forward_flops
 from fxpipe.graph.flow import UnknownSizeError
@@ -45,10 +46,17 @@ class Stage:
     facts: Facts
 
 
-class Pipe:
-    """A model cut into stages; calling it runs them one after the other."""
+class Pipe(nn.Module):
+    """A model cut into stages; calling it runs them one after the other.
+
+    It is a module that holds the stages' modules; its `state_dict` has the model's own names.
+    """
+
+    has_loss_and_backward = False
+    loss_spec = None
 
     def __init__(self, traced: TracedGraph, assignment: Assignment) -> None:
+        super().__init__()
         graphs = cut(traced, assignment)
         modules = build_modules(traced, graphs)
         self.stages: tuple[Stage, ...] = tuple(
@@ -62,6 +70,8 @@ class Pipe:
             )
             for index, (graph, made) in enumerate(zip(graphs, modules, strict=True))
         )
+        for stage in self.stages:
+            self.add_module(f"submod_{stage.index}", stage.module)
         check_interfaces(self.interfaces)
         self._info = PipeInfo(
             self.interfaces,
@@ -77,6 +87,16 @@ class Pipe:
             dict(traced.hints),
         )
         self._name = type(traced.module).__name__
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: Policy | None = None,
+    ) -> Pipe:
+        """Split a model at its `pipe_split()` calls, or by a policy; see `pipeline`."""
+        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
     @property
     def num_stages(self) -> int:
@@ -101,13 +121,29 @@ class Pipe:
         """Return everything about the split except the modules."""
         return self._info
 
-    def get_stage_module(self, stage: int) -> StageModule:
+    def get_stage_module(self, stage_idx: int) -> StageModule:
         """Return the module of a stage."""
-        if not 0 <= stage < self.num_stages:
+        if not 0 <= stage_idx < self.num_stages:
             raise SplitError(
-                f"there is no stage {stage}; the stages are 0 to {self.num_stages - 1}"
+                f"there is no stage {stage_idx}; the stages are 0 to {self.num_stages - 1}"
             )
-        return self.stages[stage].module
+        return self.stages[stage_idx].module
+
+    @property
+    def split_gm(self) -> torch.fx.GraphModule:
+        """The stages as one graph: model inputs, a call of each stage, the output."""
+        modules = {f"submod_{stage.index}": stage.module for stage in self.stages}
+        return torch.fx.GraphModule(modules, graph_of_stages(self.interfaces))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the whole model under the model's own names."""
+        return merged_state(self.children(), *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state of the whole model, as `state_dict` gives it."""
+        return load_parts(self.children(), state_dict, strict=strict, assign=assign)
 
     def bind_inputs(
         self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
@@ -115,11 +151,12 @@ class Pipe:
         """Return the value of each size symbol; see `PipeInfo.bind_inputs`."""
         return self._info.bind_inputs(args, kwargs)
 
-    def build_stage(self, stage: int, device: torch.device, group: Any = None) -> Any:
+    def build_stage(self, stage_index: int, device: torch.device, group: Any = None) -> Any:
         """Return the runtime stage for this rank."""
         from fxpipe.stage import build_stage
 
-        return build_stage(self.get_stage_module(stage), stage, self.info(), device, group)
+        module = self.get_stage_module(stage_index)
+        return build_stage(module, stage_index, self.info(), device, group)
 
     def flops(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Count the FLOPs of one microbatch's forward on each stage.
@@ -157,7 +194,7 @@ class Pipe:
             options = {**options, "flops": flops if any(flops) else None}
         return {**options, "sizes": sizes}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages in series; the output is the model's."""
         return self._run([stage.module for stage in self.stages], args, kwargs)
 
@@ -228,7 +265,7 @@ def pipeline(
             module, *call, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
             follows_example=follows_example,
         )  # fmt: skip
-        return Pipe(traced, policy(traced)), traced
+        return Pipe(traced, _assign(policy, traced)), traced
 
     try:
         pipe, traced = split(follows_example=False)
@@ -314,6 +351,21 @@ def _policy(policy: Policy | None, num_stages: int | None) -> Policy:
 
         return auto_split(num_stages)
     return by_markers
+
+
+def _assign(policy: Policy, traced: TracedGraph) -> Assignment:
+    ours = "a split_policy is given fxpipe's TracedGraph, not an exported GraphModule as torch's"
+    try:
+        found = policy(traced)
+    except AttributeError as error:
+        error.add_note(f"{ours}; split_spec, pipe_split() and num_stages need no policy")
+        raise
+    if not isinstance(found, Assignment):
+        raise SplitError(
+            f"split_policy returned a {type(found).__name__}, needed an Assignment of nodes to "
+            f"stages: {ours}; or say where to split by split_spec, pipe_split() or num_stages"
+        )
+    return found
 
 
 def _opened(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, InputTypeError
 from fxpipe.program import Program, Span, lower
 from fxpipe.program.text import parse_action
 from fxpipe.runtime.agree.inputs import signature
@@ -59,6 +59,7 @@ class Session:
         self.sums_weights: bool | None = None
         self.changing = ChangingBuffers()
         self.plan: StepPlan | None = None
+        self.run: StepRun | None = None  # while it runs
         self._running: StepPlan | None = None
         self._number = 0
         self._is_busy = False
@@ -114,7 +115,7 @@ class Session:
                 control.end()
         finally:
             self._is_busy = False
-            self._running = None
+            self._running = self.run = None
 
     def _status(self) -> str:
         running = self._running
@@ -139,10 +140,10 @@ class Session:
                 self._tell_replicas(call, "{}: {}".format(*described(error)))
                 raise
             self.plan = self._running = plan
-            run = StepRun(
+            self.run = StepRun(
                 self, control, self._transports, plan, call, chunks, records_spans=records
             )
-            outcome = run.run()
+            outcome = self.run.run()
             if records:
                 outcome = self._with_all_spans(outcome, control)
             return outcome
@@ -257,14 +258,14 @@ class Session:
         self._transports = {control.rank: control.transport(device)}
 
     def _check(self, call: Call) -> None:
-        if call.training and not torch.is_grad_enabled():
+        if call.training and self.options.loss_fn and not torch.is_grad_enabled():
             raise InputError(
                 "step() computes gradients: call it outside torch.no_grad(), or call eval()"
             )
         if call.losses is not None and not isinstance(call.losses, list):
-            raise InputError(f"losses must be a list to fill, got {type(call.losses).__name__}")
+            raise InputTypeError(f"losses must be a list to fill, got {type(call.losses).__name__}")
         has_loss = self.has_last_stage and self.options.loss_fn is not None
-        if has_loss and call.training and call.target is None:
+        if has_loss and call.training and call.target is None and call.presplit[2] is None:
             raise InputError(
                 "step() needs the target for loss_fn on the rank of the last stage, "
                 "but target is None there"

@@ -12,7 +12,6 @@ from fxpipe.errors import InputError, ScheduleError
 from fxpipe.program import Kind, Span, Timeline
 from fxpipe.program.generators import get_schedule
 from fxpipe.runtime.stage.stage_kind import Front, Stage
-from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 __all__ = [
     "TiedStages",
@@ -20,6 +19,7 @@ __all__ = [
     "count_microbatches",
     "count_ranks",
     "measured_timeline",
+    "running_stages",
     "stage_list",
     "timeout_seconds",
 ]
@@ -35,11 +35,12 @@ class TiedStages:
 
 
 def stage_list(stages: S | Sequence[S]) -> list[S]:
+    """The stages of a rank, in increasing order; they may be given in any."""
     found: list[Any] = list(stages) if isinstance(stages, list | tuple) else [stages]
     if not found:
         raise InputError("a schedule needs at least one stage")
     for stage in found:
-        if not isinstance(getattr(stage, "front", None), Front):
+        if not hasattr(stage, "num_stages"):
             raise InputError(
                 f"a schedule runs PipelineStage objects, got {type(stage).__name__}; "
                 "use pipe.build_stage(i, device) or PipelineStage(module, i, num_stages, device)"
@@ -47,10 +48,23 @@ def stage_list(stages: S | Sequence[S]) -> list[S]:
     numbers = {stage.num_stages for stage in found}
     if len(numbers) > 1:
         raise InputError(f"the stages disagree on num_stages: {sorted(numbers)}")
+    if not all(hasattr(stage, "stage_index") for stage in found):
+        return found  # stands for stages, in a schedule that is listed and never runs
     indices = [stage.stage_index for stage in found]
-    if sorted(set(indices)) != indices:
-        raise InputError(f"stages must come in increasing order, each once, got {indices}")
-    return found
+    if len(set(indices)) != len(indices):
+        raise InputError(f"each stage must be given once, got {indices}")
+    return sorted(found, key=lambda stage: stage.stage_index)
+
+
+def running_stages(stages: Sequence[S]) -> Sequence[S]:
+    """The stages, which must be such that they can run."""
+    for stage in stages:
+        if not isinstance(getattr(stage, "front", None), Front):
+            raise InputError(
+                f"a {type(stage).__name__} stands for a stage and cannot run; "
+                "use pipe.build_stage(i, device) or PipelineStage(module, i, num_stages, device)"
+            )
+    return stages
 
 
 def count_microbatches(n_microbatches: int) -> int:
@@ -59,16 +73,13 @@ def count_microbatches(n_microbatches: int) -> int:
     return n_microbatches
 
 
-def count_ranks(
-    group: torch.distributed.ProcessGroup | LocalGroup | None,
-    stages: Sequence[Stage],
-    name: str,
-) -> int:
-    known = group is not None or torch.distributed.is_initialized()
-    if known:
-        resolved = resolve_group(group)
-        return resolved.num_ranks if isinstance(resolved, LocalGroup) else resolved.size()
-    num_stages = stages[0].num_stages
+def count_ranks(stages: Sequence[Any], name: str) -> int:
+    """The number of ranks: the group's, or all that the stages here are for."""
+    first = stages[0]
+    num_stages: int = first.num_stages
+    runs = isinstance(getattr(first, "front", None), Front)
+    if first.group is not None or torch.distributed.is_initialized() or not runs:
+        return int(first.group_size)
     if len(stages) != num_stages:
         raise InputError(
             f"{len(stages)} of {num_stages} stages were given and torch.distributed is not "

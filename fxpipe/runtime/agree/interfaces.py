@@ -19,7 +19,7 @@ import torch
 from fxpipe.errors import FxpipeError, PipeliningShapeError
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, skeleton_of
-from fxpipe.runtime.stage.stage_kind import Stage
+from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import described, raise_problems
 from fxpipe.torch_inside import pytree
@@ -162,7 +162,8 @@ class InterfaceProber:
     ) -> Any:
         from fxpipe.graph.sandbox.fake import probe
 
-        with torch.set_grad_enabled(self._training):
+        context = forward_context(stage, 0, is_trial=True)
+        with torch.set_grad_enabled(self._training), context:
             try:
                 return probe(stage.submod, args, dict(kwargs))
             except RuntimeError as error:

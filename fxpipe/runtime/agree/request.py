@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.errors import InputError, InputTypeError
 from fxpipe.microbatch import Microbatches, split_batch
 from fxpipe.runtime.stage.stage_kind import Front
 
@@ -40,16 +41,46 @@ class Call:
     loss_kwargs: Mapping[str, Any]
     keeps_outputs: bool
     losses: list[torch.Tensor] | None = None
+    presplit: tuple[Any, Any, Any] = (None, None, None)  # arg_mbs, kwarg_mbs, target_mbs
 
     def taken(self, n: int) -> Call:
-        """The same call with microbatches taken from their iterators, once per step."""
+        """The same call with microbatches taken from lists and iterators, once per step."""
+        whole = self._with_presplit()
 
         def taken(value: Any) -> Any:
             if isinstance(value, Microbatches):
                 return Microbatches(value.take(n), rows=value.rows)
             return value
 
-        return replace(self, args=tuple(map(taken, self.args)), target=taken(self.target))
+        return replace(whole, args=tuple(map(taken, whole.args)), target=taken(whole.target))
+
+    def _with_presplit(self) -> Call:
+        """The call with what was given by microbatch as its inputs and its target.
+
+        Raises:
+            InputError: whole and split inputs are both given, a list is none, or lists differ.
+        """
+        arg_mbs, kwarg_mbs, target_mbs = self.presplit
+        if arg_mbs is kwarg_mbs is target_mbs is None:
+            return self
+        _check_presplit(arg_mbs, kwarg_mbs, target_mbs)
+        if self.args or self.kwargs:
+            shown = [f"{len(self.args)} positional"] * bool(self.args) + list(
+                map(repr, self.kwargs)
+            )
+            raise InputError(
+                f"pass inputs whole or as arg_mbs and kwarg_mbs, not both: got {', '.join(shown)}"
+            )
+        if self.target is not None and target_mbs is not None:
+            raise InputError("pass the target whole or as target_mbs, not both")
+        count = len(arg_mbs if arg_mbs is not None else kwarg_mbs or ())
+        calls = list(zip(arg_mbs or [()] * count, kwarg_mbs or [{}] * count, strict=True))
+        has_inputs = any(args or kwargs for args, kwargs in calls)  # not on a later rank
+        return replace(
+            self,
+            args=(Microbatches(calls),) if has_inputs else (),
+            target=self.target if target_mbs is None else Microbatches(target_mbs),
+        )
 
 
 @dataclass(slots=True)
@@ -60,6 +91,18 @@ class Chunks:
     kwargs: list[dict[str, Any]]
     rows: tuple[int, ...] | None
     check_unchanged: Callable[[], None] = lambda: None
+
+
+def _check_presplit(arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any) -> None:
+    for name, value in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+        if value is not None and not isinstance(value, list):
+            raise InputTypeError(f"{name} must be a list, got a {type(value).__name__}")
+    for name, value, kind in (("arg_mbs", arg_mbs, tuple), ("kwarg_mbs", kwarg_mbs, dict)):
+        odd = [type(item).__name__ for item in value or () if not isinstance(item, kind)]
+        if odd:
+            raise InputTypeError(f"{name} must be a list of {kind.__name__}s, has a {odd[0]}")
+    if None not in (arg_mbs, kwarg_mbs) and len(arg_mbs) != len(kwarg_mbs):
+        raise InputError(f"{len(arg_mbs)} arg_mbs do not go with {len(kwarg_mbs)} kwarg_mbs")
 
 
 def split_call(call: Call, front: Front, options: Options, n: int) -> Chunks:

@@ -53,6 +53,7 @@ class ActionContext:
     rank: int
     module: torch.nn.Module
     default: Run
+    parts: tuple[tuple[Action, Run], ...] = ()  # of a pair, each with what does it
 
 
 @dataclass(slots=True)
@@ -153,7 +154,9 @@ class Executor:
         instead = hooks.instead.get(action.kind)
         before, after = hooks.before.get(action.kind, ()), hooks.after.get(action.kind, ())
         if instead is not None:
-            context = ActionContext(action, self.rank, self._runners[action.stage].module, run)
+            parts = tuple((part, self._bind(part)) for part in action.parts)
+            module = self._runners[action.stage].module
+            context = ActionContext(action, self.rank, module, run, parts)
             run = partial(self._run_instead, instead, context, len(self._transfers))
         if not before and not after:
             return run

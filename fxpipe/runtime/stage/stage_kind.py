@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -23,7 +25,26 @@ from fxpipe.torch_inside import WRAPPED, pytree
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo
 
-__all__ = ["Front", "Interfaces", "ManualFront", "Prober", "Stage", "StageFacts", "TracedFront"]
+__all__ = [
+    "Front",
+    "Interfaces",
+    "ManualFront",
+    "PipelineStageInfo",
+    "Prober",
+    "Stage",
+    "StageFacts",
+    "TracedFront",
+    "forward_context",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStageInfo:
+    """Which forward runs: of which stage and microbatch, or a trial that finds shapes."""
+
+    stage_index: int
+    microbatch_index: int
+    is_metadata_inference: bool = False
 
 
 class Stage(Protocol):
@@ -37,10 +58,39 @@ class Stage(Protocol):
     front: Front
 
     @property
+    def forward_contexts(self) -> Mapping[int, Callable[[PipelineStageInfo], Any]]: ...
+
+    @property
     def is_first(self) -> bool: ...
 
     @property
     def is_last(self) -> bool: ...
+
+
+def forward_context(
+    stage: Stage, microbatch: int, *, is_trial: bool = False
+) -> AbstractContextManager[None]:
+    """The context that a user wants around a forward of this stage."""
+    if not stage.forward_contexts:
+        return nullcontext()
+    info = PipelineStageInfo(
+        stage_index=stage.stage_index, microbatch_index=microbatch, is_metadata_inference=is_trial
+    )
+    return _users_context(stage, info)
+
+
+@contextmanager
+def _users_context(stage: Stage, info: PipelineStageInfo) -> Iterator[None]:
+    make = next(iter(stage.forward_contexts.values()))
+    is_done = False
+    with make(info):
+        yield
+        is_done = True
+    if not is_done:
+        raise InputError(
+            f"the forward context of stage {stage.stage_index} suppressed an exception of the "
+            "module, so there is no output; let the exception through"
+        )
 
 
 class StageFacts(Protocol):

@@ -8,6 +8,7 @@ longer. It does not know schedules, ranks or transfers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from fxpipe.runtime.stage.backward import (
 )
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term, own_leaves
-from fxpipe.runtime.stage.stage_kind import Stage
+from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.torch_inside import pytree
 
@@ -120,11 +121,8 @@ class StageRunner:
         token = _COLLECTOR.set(aux)
         args, kwargs = self._args[microbatch], self._kwargs[microbatch]
         try:
-            if deferral is None:
+            with forward_context(self.stage, microbatch), deferral or nullcontext():
                 output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
-            else:
-                with deferral:
-                    output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
         finally:
             _COLLECTOR.reset(token)
         del received

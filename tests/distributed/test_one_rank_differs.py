@@ -1,11 +1,15 @@
 """What fails or differs on one rank only is told to all at once, and the next step works."""
 
+import os
+import resource
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe import FxpipeError, RemoteStageError, Schedule1F1B, TensorChunkSpec
@@ -169,3 +173,49 @@ def interrupted_between_two_exchanges(rank: int) -> None:
 def test_an_interrupt_while_agreeing_breaks_the_schedule_on_all_ranks() -> None:
     # Between two exchanges nobody is told: the other ranks waited out their timeout.
     run_on_ranks(2, interrupted_between_two_exchanges)
+
+
+def stop_who_holds_the_store(rank: int) -> None:
+    modules = blocks(2)
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse, timeout=3.0)
+    made.step(X, target=Y)
+    pid = torch.tensor(os.getpid())
+    dist.broadcast(pid, 0)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(RemoteStageError, match="rank 0: TimeoutError: no answer from rank 0"):
+        made.step(X, target=Y)
+
+    if rank:  # had this rank waited for the store, both would stand still
+        os.kill(int(pid), signal.SIGCONT)
+
+
+def test_a_stopped_store_stops_nobody_else() -> None:
+    # Who asked the store waited in C for the stopped process, whatever the timeout.
+    run_on_ranks(2, stop_who_holds_the_store)
+
+
+def without_descriptors(rank: int) -> None:
+    made = schedule(rank, blocks(2))
+    held = []
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+
+    begin = time.monotonic()
+    with pytest.raises(RemoteStageError, match=r"rank 1: OSError: .*Too many open files"):
+        made.step(X, target=Y)
+
+    assert time.monotonic() - begin < SOON
+    for one in held:
+        os.close(one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    made.step(X, target=Y)
+
+
+def test_too_few_descriptors_on_one_rank_are_named_on_all() -> None:
+    run_on_ranks(2, without_descriptors)

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,7 @@ from fxpipe.runtime.wire.failure import (
 )
 from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport, Listener
+from fxpipe.runtime.wire.store import PATIENCE, Store, StoreSilentError
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
 from fxpipe.runtime.wire.watch import GRACE, POLL, Life, Watch
@@ -59,7 +61,9 @@ _WIDTH = 8  # numbers of an exchange
 _HEADER = 4  # of them: call, schedule, phase, number of the exchange
 _BLOCK = 4096  # bytes of what a rank says in a gathering, if that is enough
 _FEW = 8  # ranks that exchange by telling each other; more exchange over their group
+_DESCRIPTORS = 64  # that must be free for meeting; less for few ranks
 _CPU = torch.device("cpu")
+_HOLDER = "(the process that holds it, usually rank 0, may be stopped or gone)"
 
 
 class Control(Protocol):
@@ -186,7 +190,7 @@ class GroupControl:
         self.schedules = 0
         self._is_busy = False
         self._group = weakref.ref(group)
-        self._store: Any = default_store().clone()
+        self._store = Store(_connect_store)
         meeting = _MEETINGS[group] = _MEETINGS.get(group, 0) + 1
         self._prefix = f"fxpipe/{_name(group)}/{meeting}"
         self._poll = POLL * max(1.0, dist.get_world_size() / 256)
@@ -195,6 +199,7 @@ class GroupControl:
         self._call = (0, 0)
         self._deadline = deadline
         self._transports: dict[str, StreamTransport] = {}
+        self._check_descriptors()
         listener = _listener(group)
         try:
             self._hosts = self._hello(listener)
@@ -210,6 +215,20 @@ class GroupControl:
 
     # Meeting
 
+    def _check_descriptors(self) -> None:
+        """Without descriptors nothing can connect; the store that is connected can say so."""
+        held: list[int] = []
+        try:
+            wanted = min(4 * (1 + self.size), _DESCRIPTORS)
+            held.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(wanted))
+        except OSError as error:
+            self._store = Store(default_store)
+            failure = Failure(self.rank, None, None, "", "OSError", str(error), "broken")
+            raise remote_error(self.report(failure)) from error
+        finally:
+            for one in held:
+                os.close(one)
+
     def _hello(self, listener: Listener | None) -> list[dict[str, Any]]:
         """Tell in the store that this rank is here, and wait for the others."""
         mine = {
@@ -217,32 +236,42 @@ class GroupControl:
             "pid": os.getpid(),
             "folder": None if listener is None else listener.folder,
         }
-        self.look()
-        if self.failure is not None:
-            raise remote_error(self.failure)
         keys = [self._key(f"hello/{rank}") for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(mine))
-        pause = 0.001
-        while missing := [r for r, key in enumerate(keys) if not self._store.check([key])]:
-            self.look()
-            if self.failure is not None:
-                raise remote_error(self.failure)
-            if self._deadline.left() == 0.0:
-                text = f"has not come to its first call within {self._deadline.seconds:g} s"
-                first = Failure(missing[0], None, None, "", "TimeoutError", text, "hang")
-                raise remote_error(self.report(first))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return [json.loads(self._store.get(key)) for key in keys]
+        missing, pause = list(range(self.size)), 0.001
+        self._store.patience = self._deadline.left()
+        try:
+            self._look_and_raise()
+            self._store.set(keys[self.rank], json.dumps(mine))
+            while missing := [r for r in missing if not self._store.check([keys[r]])]:
+                self._look_and_raise()
+                left = self._store.patience = self._deadline.left()
+                if left == 0.0:
+                    self._store.patience = PATIENCE
+                    text = f"has not come to its first call within {self._deadline.seconds:g} s"
+                    first = Failure(missing[0], None, None, "", "TimeoutError", text, "hang")
+                    raise remote_error(self.report(first))
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return [json.loads(self._store.get(key)) for key in keys]
+        except StoreSilentError as error:
+            text = f"{error} {_HOLDER}"
+            silent = Failure(self.rank, None, None, "", "TimeoutError", text, "hang")
+            raise remote_error(silent) from error
+        finally:
+            self._store.patience = PATIENCE
 
     def _make_group(self, listener: Listener | None) -> None:
         problem: BaseException | None = None
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(
-                dist.distributed_c10d.PrefixStore(self._prefix, self._store),
-                self.rank,
-                self.size,
-                timeout=datetime.timedelta(seconds=max(self._deadline.left(), 0.01)),
+            left = datetime.timedelta(seconds=max(self._deadline.left(), 0.01))
+            prefix, rank, size = self._prefix, self.rank, self.size
+            # By a thread of its own: the other one goes on looking for failures.
+            self._gloo: Any = Store(_connect_store).ask(
+                lambda store: dist.ProcessGroupGloo(
+                    dist.distributed_c10d.PrefixStore(prefix, store), rank, size, timeout=left
+                ),
+                self._deadline.left(),
+                self._look_and_raise,
             )
             near = {r: h["folder"] for r, h in enumerate(self._hosts) if self._is_near(r)}
             found: dict[int, socket.socket] = {}
@@ -441,9 +470,13 @@ class GroupControl:
 
     def report(self, failure: Failure) -> Failure:
         """Publish a failure; the first one of a call wins and is returned."""
-        text = json.dumps(asdict(failure))
-        with contextlib.suppress(Exception):
-            text = self._store.compare_set(self._failure_key, "", text).decode()
+        text, key = json.dumps(asdict(failure)), self._failure_key
+        try:
+            text = self._store.compare_set(key, "", text).decode()
+        except StoreSilentError:  # whoever has stopped it hears of the failure when it goes on
+            self._store.post(partial(_set_first, key, text))
+        except Exception:
+            text = json.dumps(asdict(failure))
         self.failure = Failure(**json.loads(text))
         if self.failure.is_final:
             self._status()
@@ -456,6 +489,8 @@ class GroupControl:
         return known
 
     def give_up(self, failure: Failure) -> None:
+        if self.failure is not None and self.failure.is_final:
+            return  # `end` closes the connections
         self.failure = self.report(failure)
         if not self.failure.is_final:  # an earlier failure took the place: say it louder
             self._failures += 1
@@ -513,6 +548,8 @@ class GroupControl:
             time.sleep(0.02)
         rank, why = ended[0] if ended else (error.peer, str(error))
         at = f" in action {where.action}" if where.action else ""
+        if self._store.is_silent:
+            why = f"{why}; the store of the process groups does not answer either {_HOLDER}"
         if error.timed_out and not ended:
             # Who is silent waits for nobody: ask all ranks where they are.
             waited = f"waited {self._deadline.seconds:g} s" if rank < 0 else why
@@ -575,6 +612,14 @@ class GroupControl:
     @property
     def needs_signs(self) -> bool:
         return self._life.needs_signs
+
+
+def _connect_store() -> Any:
+    return default_store().clone()
+
+
+def _set_first(key: str, text: str, store: Any) -> None:
+    store.compare_set(key, "", text)
 
 
 def _name(group: dist.ProcessGroup) -> str:

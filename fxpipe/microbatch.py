@@ -10,12 +10,14 @@ Nothing is sliced on a guess. Without a spec,
 - a tensor with size 1 there (it broadcasts over the rows), an empty or 0-dimensional
   tensor, None, a number, or another object without tensors goes whole to every microbatch
   (nothing is copied: all microbatches see the same one);
+- a keyword tensor with as many rows as there are microbatches is split into one row each;
 - what has rows, but not those of the batch (`cu_seqlens`, a lookup table, a causal mask of
   length x length, a list with a number for every row), is refused: the `InputError` names
   it and the spec to write, since only the user knows whether it may be repeated.
 
 The batch size is that of the positional tensors, else of the keyword tensors, unless a
-`TensorChunkSpec` fixes it. With one microbatch nothing is split and nothing refused.
+`TensorChunkSpec` fixes it. Tensors with a `TensorChunkSpec` are split along their own rows, also
+if these differ in number. With one microbatch nothing is split and nothing refused.
 
 What a reader would get wrong: a tensor that does not carry the batch, but by accident has
 its size in dimension 0, is split like the others. Where that can happen, write

@@ -537,16 +537,40 @@ def test_all_faults_of_specs_are_reported_together():
     assert len(str(found.value).splitlines()) == 4
 
 
-def test_different_sizes_along_split_dimensions_are_an_error_with_all_numbers():
-    with pytest.raises(InputError) as found:
-        split_args_kwargs_into_chunks((X, X), {}, 2, TensorChunkSpec.from_tuple((0, 1)))
+def test_what_a_spec_names_is_split_along_its_own_rows():
+    x, wide, long = rand(4, 3), rand(8, 3), rand(3, 6)
+    specs = TensorChunkSpec.from_tuple((0, 0, 1))
 
-    assert str(found.value).splitlines() == [
-        "inputs have different sizes along the dimensions to split; the batch has 8 rows "
-        "(args[0]: float32[8, 3]):",
-        "  args[0]: float32[8, 3], TensorChunkSpec(0): 8",
-        "  args[1]: float32[8, 3], TensorChunkSpec(1): 3",
+    args, _ = split_args_kwargs_into_chunks((x, wide, long), {}, 2, specs)
+
+    assert [[tuple(part.shape) for part in call] for call in args] == [
+        [(2, 3), (4, 3), (3, 3)],
+        [(2, 3), (4, 3), (3, 3)],
     ]
+    for found, whole in zip(merge_chunks(args, specs), (x, wide, long), strict=True):
+        assert torch.equal(found, whole)
+
+
+def test_what_a_spec_names_needs_a_row_for_each_microbatch():
+    with pytest.raises(InputError, match=r"args\[1\].*1 rows cannot be split into 2 microbatches"):
+        split_args_kwargs_into_chunks((X, rand(1, 3)), {}, 2, TensorChunkSpec.from_tuple((0, 0)))
+
+
+def test_a_target_has_the_rows_of_the_batch_whatever_its_spec():
+    with pytest.raises(InputError, match="4 rows cannot be split .* the batch of 8 rows"):
+        split_batch((X,), {}, 2, target=rand(4, 3), target_chunk_spec=TensorChunkSpec(0))
+
+
+def test_a_keyword_tensor_with_one_row_per_microbatch_is_split_by_rows():
+    table = rand(4, 5)
+
+    _, kwargs = split_args_kwargs_into_chunks((X,), {"table": table, "no": None, "n": 3}, 4)
+
+    for microbatch, found in enumerate(kwargs):
+        assert torch.equal(found["table"], table[microbatch : microbatch + 1])
+        assert (found["no"], found["n"]) == (None, 3)
+    with pytest.raises(InputError, match=r"args\[1\]: float32\[4, 5\] has 4 rows"):
+        split_args_kwargs_into_chunks((X, table), {}, 4)  # by position it stays a question
 
 
 # ---------------------------------------------------------------------------- views, gradients

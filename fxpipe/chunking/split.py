@@ -160,17 +160,17 @@ def deal_rows(trees: Sequence[Tree], chunks: int, rows: Sequence[int] | None = N
     if chunks == 1:
         return Deal((batch.rows,), (batch.rows,)) if batch else None
     if batch is None:
-        _decide(trees, None)
+        _decide(trees, None, chunks)
         return None
-    _check_said(trees, batch)
-    _decide(trees, batch)
+    _check_said(trees, batch, chunks)
+    _decide(trees, batch, chunks)
     if batch.rows < chunks:
         raise InputError(
             f"a batch of {batch.rows} rows cannot be split into {chunks} microbatches "
             f"({batch.where()}): give at least {chunks} rows, or use at most "
             f"{max(batch.rows, 1)} microbatches"
         )
-    return _deal(trees, chunks, rows)
+    return _deal(trees, batch, chunks, rows)
 
 
 def pieces(tree: Tree, deal: Deal | None, chunks: int) -> list[Any]:
@@ -178,10 +178,16 @@ def pieces(tree: Tree, deal: Deal | None, chunks: int) -> list[Any]:
     columns = [
         [leaf.value] * chunks
         if leaf.dim is None or deal is None
-        else cut(leaf.value, leaf.dim, deal.rows)
+        else cut(leaf.value, leaf.dim, _rows_of(leaf.value, leaf.dim, deal, chunks))
         for leaf in tree.leaves
     ]
     return list(build(tree.template, iter(columns), chunks))
+
+
+def _rows_of(value: Any, dim: int, deal: Deal, chunks: int) -> Sequence[int]:
+    """The rows of each piece: the batch's, or its own if it was said to be split along others."""
+    is_batch = num_rows(value, dim) == sum(deal.rows)
+    return deal.rows if is_batch else deal_of(value, dim, chunks).rows
 
 
 def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
@@ -275,27 +281,29 @@ def _resolve(tree: Tree, leaf: Leaf, faults: list[str]) -> None:
 # --------------------------------------------------------------------------- deciding
 
 
-def _check_said(trees: Sequence[Tree], batch: Batch) -> None:
-    said = [(tree, leaf) for tree in trees for leaf in tree.leaves if leaf.dim is not None]
-    if any(num_rows(leaf.value, leaf.dim or 0) != batch.rows for _, leaf in said):
-        lines = [
-            f"{tree.line(leaf)}, {leaf.spec!r}: {num_rows(leaf.value, leaf.dim or 0)}"
-            for tree, leaf in said
-        ]
-        raise InputError(
-            f"inputs have different sizes along the dimensions to split; the batch has "
-            f"{batch.rows} rows ({batch.where()}):" + _lines(lines)
-        )
+def _check_said(trees: Sequence[Tree], batch: Batch, chunks: int) -> None:
+    """What a spec names is split along its own rows; but a target has those of the batch."""
+    for tree in trees:
+        for leaf in tree.leaves:
+            if leaf.dim is None:
+                continue
+            size = num_rows(leaf.value, leaf.dim)
+            if size < chunks or (tree.root == "target" and size != batch.rows):
+                raise InputError(
+                    f"{tree.line(leaf)}, {leaf.spec!r}: {size} rows cannot be split into "
+                    f"{chunks} microbatches along with the batch of {batch.rows} rows "
+                    f"({batch.where()})"
+                )
 
 
-def _decide(trees: Sequence[Tree], batch: Batch | None) -> None:
+def _decide(trees: Sequence[Tree], batch: Batch | None, chunks: int) -> None:
     rows = batch.rows if batch else None
     refused: list[tuple[Tree, Path, str]] = []
     for tree in trees:
         for leaf in tree.leaves:
             if leaf.has_rows:
                 size = num_rows(leaf.value)
-                if size == rows:
+                if size == rows or (tree.root == "kwargs" and size == chunks):
                     leaf.dim = 0
                 elif tree.root == "target" or not (size == 1 or _is_empty(leaf.value)):
                     refused.append((tree, leaf.path, f"{tree.line(leaf)} has {size} rows"))
@@ -332,11 +340,13 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 0
 
 
-def _deal(trees: Sequence[Tree], chunks: int, rows: Sequence[int] | None) -> Deal | None:
+def _deal(
+    trees: Sequence[Tree], batch: Batch, chunks: int, rows: Sequence[int] | None
+) -> Deal | None:
     dealt: list[tuple[str, Deal]] = []
     for tree in trees:
         for leaf in tree.leaves:
-            if leaf.dim is not None:
+            if leaf.dim is not None and num_rows(leaf.value, leaf.dim) == batch.rows:
                 try:
                     dealt.append((tree.line(leaf), deal_of(leaf.value, leaf.dim, chunks)))
                 except InputError as error:

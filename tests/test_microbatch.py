@@ -557,7 +557,7 @@ def test_what_a_spec_names_needs_a_row_for_each_microbatch():
 
 
 def test_a_target_has_the_rows_of_the_batch_whatever_its_spec():
-    with pytest.raises(InputError, match="4 rows cannot be split .* the batch of 8 rows"):
+    with pytest.raises(InputError, match=r"4 rows cannot be split .* the batch of 8 rows"):
         split_batch((X,), {}, 2, target=rand(4, 3), target_chunk_spec=TensorChunkSpec(0))
 
 

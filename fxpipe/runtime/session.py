@@ -30,6 +30,7 @@ from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import Outcome, StepRun
 from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, agree, control_of
+from fxpipe.runtime.wire.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
@@ -52,6 +53,8 @@ class Session:
     ) -> None:
         self.stages = {stage.stage_index: stage for stage in stages}
         self.group = resolve_group(group)
+        if is_fake(self.group) and program.num_ranks == 1:
+            self.group = LocalGroup(1)  # nobody is missing
         self.program = program
         self.options = options
         self.hooks = hooks
@@ -99,8 +102,11 @@ class Session:
             deadline = Deadline(self.options.timeout)
             control = self._control
             if control is None:
-                control = LocalControl()
-                if not isinstance(self.group, LocalGroup):
+                if isinstance(self.group, LocalGroup):
+                    control = LocalControl()
+                elif is_fake(self.group):
+                    control = DryControl(self.group)
+                else:
                     control = control_of(self.group, deadline)
                 self._control = control
             control.begin(name, self._number, deadline, self._status)
@@ -248,6 +254,9 @@ class Session:
 
     def _connect(self, control: Control) -> None:
         if self._transports:
+            return
+        if control.is_dry:
+            self._transports = {control.rank: DryTransport()}
             return
         if not isinstance(control, GroupControl):
             channels = LocalChannels()

@@ -71,8 +71,11 @@ class InterfaceProber:
         skeletons: dict[int, tuple[Skeleton, ...]] = {}
         before: Found | None = None
         for stage in range(last):
-            found = self._round(stage, _Bound(self._probe_plain, stage, before))
-            before = [_read(*one) for one in found]
+            if self._control.is_dry and stage not in self._stages:
+                before = self._declared(stage)
+            else:
+                found = self._round(stage, _Bound(self._probe_plain, stage, before))
+                before = [_read(*one) for one in found]
             for shape, (_, sent) in enumerate(before):
                 ports[shape][stage, stage + 1] = sent
             skeletons[stage] = tuple(skeleton for skeleton, _ in before)
@@ -85,6 +88,8 @@ class InterfaceProber:
 
     def traced(self, boundaries: tuple[Boundary, ...]) -> FoundInterfaces:
         """Traced stages whose dtypes are not those of the trace: ask for them anew."""
+        if self._control.is_dry:
+            return self.known(boundaries)
         current = [dict(boundary.ports) for boundary in boundaries]
         for stage in range(self._num_stages - 1):
             sent = self._round(stage, _Bound(self._probe_traced, stage, current))
@@ -96,6 +101,26 @@ class InterfaceProber:
                             for p in found
                         )
         return FoundInterfaces(tuple(Boundary(self._num_stages, p) for p in current), {})
+
+    def _declared(self, stage: int) -> Found:
+        """What a stage that does not exist sends, as the stage after it was told."""
+        after = self._stages.get(stage + 1)
+        args = (torch.empty(1),) if after is None else after.front.input_args
+        if args is None:
+            raise PipeliningShapeError(
+                f"stage {stage + 1} runs over a fake process group, in which no rank says what it "
+                f"sends: give PipelineStage(..., input_args=) what stage {stage + 1} receives"
+            )
+        value = args if len(args) != 1 else args[0]
+        leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        skeleton = skeleton_of(value)
+        named = zip(skeleton.names, skeleton.is_tensor, strict=True)
+        names = [name for name, is_tensor in named if is_tensor]
+        ports = tuple(
+            PortShape(name, tuple(x.shape), x.dtype, self._training and x.is_floating_point())
+            for name, x in zip(names, leaves, strict=True)
+        )
+        return [(skeleton, ports)] * self._num_shapes
 
     def _round(self, stage: int, run: Callable[[], Any]) -> Any:
         """Let the owner of a stage find something out and tell the others."""

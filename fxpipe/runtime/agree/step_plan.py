@@ -223,6 +223,8 @@ class PlanMaker:
         Raises:
             InputError, PipeliningShapeError: on all ranks.
         """
+        if control.is_dry:
+            briefs = self._imagined(briefs)
         has_loss = any(brief["has_loss"] for brief in briefs)
         training = self.call.training and has_loss
         with control.alike():
@@ -248,7 +250,7 @@ class PlanMaker:
                 prober, distinct, facts, training=training, autocast=self.autocast
             )
         self._connect(routes, transports)
-        if broadcasts_tied:
+        if broadcasts_tied and not control.is_dry:
             for rank, transport in transports.items():
                 ties.broadcast(self.tied, rank, transport)
             for transport in transports.values():
@@ -269,6 +271,14 @@ class PlanMaker:
         agree(control, problem)
         assert plan is not None
         return plan
+
+    def _imagined(self, briefs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What ranks that do not exist would say: their stages are like one of ours."""
+        mine, count = briefs[0], self.program.num_stages
+        _, _, dtypes = next(iter(mine["stages"].values()))
+        stages = {i: mine["stages"].get(i, (True, False, dtypes)) for i in range(count)}
+        has_loss = self.options.loss_fn is not None
+        return [{**mine, "stages": stages, "has_loss": has_loss}] * len(briefs)
 
     def _connect(self, routes: Sequence[Route], transports: Mapping[int, Transport]) -> None:
         """Set up the way between all ranks that will talk, in an order that all ranks follow."""

@@ -72,6 +72,8 @@ class Control(Protocol):
     rank: int
     size: int
     failure: Failure | None
+    is_dry: bool
+    """Whether the other ranks are made up."""
     raises_everywhere: bool
     """Whether what this rank raises is known to all: set by who lets all ranks raise together."""
 
@@ -113,6 +115,7 @@ class LocalControl:
 
     rank = 0
     size = 1
+    is_dry = False
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
@@ -181,6 +184,8 @@ def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
 
 class GroupControl:
     """Agreement over a gloo group of our own and the store, for the ranks of `group`."""
+
+    is_dry = False
 
     def __init__(self, group: dist.ProcessGroup, deadline: Deadline) -> None:
         self.rank = group.rank()

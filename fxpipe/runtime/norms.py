@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.parameters.tied import local
 from fxpipe.runtime.session import Session
-from fxpipe.runtime.wire.failure import described, raise_problems
+from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.wire.failure import Failure, described, raise_problems, remote_error
+from fxpipe.runtime.wire.sums import sum_over_ranks
+from fxpipe.runtime.wire.transport import TransportError
 
 __all__ = ["clip"]
 
 
-def clip(session: Session, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> float:
+def clip(
+    session: Session, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
     """Scale all gradients so that their common norm is at most `max_norm`; the norm before.
 
-    Every rank adds the stages' parts in stage order, so all get the same number. A tied parameter
-    counts once. As in torch, a norm that is no number makes every gradient NaN.
+    Every rank puts the stages' parts in stage order, so all get the same number. It stays on the
+    device. A tied parameter counts once. As in torch, a norm that is no number makes every
+    gradient NaN.
 
     Raises:
         InputError: on all ranks, which pass different arguments, or whose norm is not finite.
     """
-    mine: dict[int, float] = {}
+    mine: dict[int, torch.Tensor] = {}
     problem: BaseException | None = None
     with session.call("clip_grad_norm_") as control:
         try:
@@ -33,7 +40,7 @@ def clip(session: Session, max_norm: float, norm_type: float, error_if_nonfinite
             problem, asked = error, []
         control.exchange([])  # every call begins with one: so different calls are noticed
         told = None if problem is None else described(problem)
-        said = control.gather((told, repr(asked), mine))
+        said = control.gather((told, repr(asked), sorted(mine)))
         with control.alike(problem):
             raise_problems([one[0] for one in said], problem)
             if len({one[1] for one in said}) > 1:
@@ -42,28 +49,52 @@ def clip(session: Session, max_norm: float, norm_type: float, error_if_nonfinite
                     "clip_grad_norm_ needs the same max_norm, norm_type and error_if_nonfinite on "
                     f"all ranks, but {shown}"
                 )
-            parts = {index: part for one in said for index, part in one[2].items()}
-            total = _norm_of_norms([parts[index] for index in sorted(parts)], norm_type)
+            total = _total(session, control, mine, {i for one in said for i in one[2]}, norm_type)
             if error_if_nonfinite and not math.isfinite(total):
                 raise InputError(
-                    f"the gradient norm is {total}; gradients were left as they are. "
+                    f"the gradient norm is {float(total)}; gradients were left as they are. "
                     "Pass error_if_nonfinite=False to clip all the same"
                 )
-    factor = max_norm / (total + 1e-6)
-    if not factor >= 1.0:
-        for p in session.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor)
-    return total
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for p in session.parameters():
+        if p.grad is not None:
+            local(p.grad).mul_(factor.to(p.grad.device))
+    return total.to(torch.get_default_dtype())
 
 
-def _parts(session: Session, norm_type: float) -> dict[int, float]:
+def _total(
+    session: Session,
+    control: Control,
+    mine: Mapping[int, torch.Tensor],
+    known: Collection[int],
+    norm_type: float,
+) -> torch.Tensor:
+    """The norm of the norms of all stages that have one."""
+    device = next(iter(session.stages.values())).device
+    parts = torch.zeros(session.program.num_stages, dtype=torch.float64, device=device)
+    for index, part in mine.items():
+        parts[index] = part.to(device)
+    try:
+        parts = sum_over_ranks(parts, control, session.transports(control))
+    except TransportError as error:
+        here = Failure(control.rank, None, None, "", "", "")
+        raise remote_error(control.lost(error, here)) from error
+    found = [parts[index] for index in sorted(known)]
+    if not found:
+        return parts.sum()
+    if norm_type == 0:  # torch counts the parameters whose gradient is not all zero
+        return torch.stack(found).sum()
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(found), norm_type)
+    return norm
+
+
+def _parts(session: Session, norm_type: float) -> dict[int, torch.Tensor]:
     """The norm of each stage of this process."""
     skipped: set[int] = set()
     for group in session.tied():
         for rank, copies in group.parameters.items():
             skipped |= {id(p) for p in (copies[1:] if rank == group.owner else copies)}
-    mine: dict[int, float] = {}
+    mine: dict[int, torch.Tensor] = {}
     for index, stage in sorted(session.stages.items()):
         grads = []
         for p in stage.submod.parameters():
@@ -75,18 +106,18 @@ def _parts(session: Session, norm_type: float) -> dict[int, float]:
     return mine
 
 
-def _part(grads: Sequence[torch.Tensor], norm_type: float) -> float:
-    norms = [torch.linalg.vector_norm(grad.detach(), norm_type) for grad in grads]
-    # A sharded gradient's norm is spread over its mesh.
-    whole = [n.full_tensor() if hasattr(n, "full_tensor") else n for n in norms]
+def _part(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of some gradients. Those that are spread over a mesh meet there once."""
+    by_mesh: dict[object, list[torch.Tensor]] = {}
+    for grad in grads:
+        one = torch.linalg.vector_norm(grad.detach(), norm_type)
+        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(one)
+    whole: list[torch.Tensor] = []
+    for mesh, norms in by_mesh.items():
+        if mesh is None:
+            whole += norms
+        else:
+            whole += torch.stack(norms).full_tensor().unbind()  # type: ignore[attr-defined]
     values = torch.stack([norm.double().to(whole[0].device) for norm in whole])
-    return float(torch.linalg.vector_norm(values, norm_type))
-
-
-def _norm_of_norms(parts: Sequence[float], norm_type: float) -> float:
-    if not parts:
-        return 0.0
-    if norm_type == 0:  # torch counts the parameters whose gradient is not all zero
-        return sum(parts)
-    values = torch.tensor(parts, dtype=torch.float64, device="cpu")
-    return float(torch.linalg.vector_norm(values, norm_type))
+    norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type)
+    return norm

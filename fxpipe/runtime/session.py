@@ -252,6 +252,11 @@ class Session:
                 self._number = control.schedules
         return plan
 
+    def transports(self, control: Control) -> Mapping[int, Transport]:
+        """The ways to other ranks, by the rank here; all ranks ask for them together."""
+        self._connect(control)
+        return self._transports
+
     def _connect(self, control: Control) -> None:
         if self._transports:
             return

@@ -26,12 +26,14 @@ from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
 from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
 from fxpipe.runtime.agree.step_plan import StepPlan
 from fxpipe.runtime.parameters import tied as ties
+from fxpipe.runtime.parameters.tied import Scale
 from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import PAIR_AND_AUX, StepData
 from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
+from fxpipe.runtime.wire.sums import sum_over_ranks
 from fxpipe.runtime.wire.transport import Transport, TransportError
 
 __all__ = ["Outcome", "StepRun"]
@@ -92,7 +94,8 @@ class StepRun:
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
         self._routed = 0
-        self._weight: float | None = None  # of the batch, where the loss is a sum with a weight
+        # Of the batch, where the loss is a sum with a weight; on an accelerator it stays there.
+        self._weight: float | torch.Tensor | None = None
         self.step = StepData(
             is_training=self.trains,
             weights=plan.weights,
@@ -148,7 +151,7 @@ class StepRun:
             for runner in self.plan.runners.values():
                 runner.sync.begin(self.session.options.timeout, self._stash.earlier)
 
-    def _commit(self, scale: float | None) -> None:
+    def _commit(self, scale: Scale) -> None:
         if self._stash is not None:
             self._stash.restore(scale)
             self.step.restore(scale)
@@ -310,10 +313,13 @@ class StepRun:
 
     # After the program
 
-    def _confirm(self, failure: BaseException | None) -> float | None:
+    def _confirm(self, failure: BaseException | None) -> Scale:
         """Every rank learns whether all succeeded, and the weight of the batch if it is needed."""
-        flags = (failure is not None, self._weight is not None, bool(self.step.aux))
-        vectors = self.control.exchange([*map(int, flags), _bits(self._weight or 0.0)])
+        stays = isinstance(self._weight, torch.Tensor)
+        number = self._weight if isinstance(self._weight, float) else 0.0
+        weighted = 0 if self._weight is None else 2 if stays else 1
+        flags = (failure is not None, weighted, bool(self.step.aux))
+        vectors = self.control.exchange([*map(int, flags), _bits(number)])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
             known = self.control.settled()
@@ -331,16 +337,29 @@ class StepRun:
             raise InputError(PAIR_AND_AUX)
         if not self.session.options.scale_grads:
             return None
+        if any(v[1] == 2 for v in summed):
+            return self._scale_on_device()
         total = sum(_number(v[3]) for v in summed)
         return 1.0 / total if total else 0.0
 
-    def _needs_whole(self, scale: float | None) -> bool:
+    def _scale_on_device(self) -> torch.Tensor:
+        device = next(iter(self.session.stages.values())).device
+        mine = torch.zeros((), dtype=torch.float64, device=device)
+        if isinstance(self._weight, torch.Tensor):
+            mine = mine + self._weight.to(device)
+        try:
+            total = sum_over_ranks(mine, self.control, self.transports)
+        except TransportError as error:
+            raise self._lost(error) from error
+        return torch.where(total != 0, 1.0 / total, torch.zeros_like(total))
+
+    def _needs_whole(self, scale: Scale) -> bool:
         """The same on all ranks: whether anything can still fail."""
         return self.trains and bool(
             self.plan.tied or scale is not None or self.plan.has_input_gradients
         )
 
-    def _make_whole(self, scale: float | None) -> None:
+    def _make_whole(self, scale: Scale) -> None:
         if self.plan.tied:
             ties.add_up(self.plan.tied, self.transports)
             for transport in self.transports.values():
@@ -355,9 +374,9 @@ class StepRun:
         loss = None
         if terms and terms[0].weight is not None:
             total = sum(term.total.detach() for term in terms)
-            weight = sum(term.weight for term in terms)  # type: ignore[misc]
+            weight = torch.stack([t.weight for t in terms if t.weight is not None]).sum()
             loss = torch.as_tensor(total / weight)
-            self._weight = float(weight)
+            self._weight = float(weight) if weight.device.type == "cpu" else weight
         elif terms:
             parts = [t.total.detach() * step.weights[m] for m, t in enumerate(terms)]
             loss = torch.stack(parts).sum()

@@ -210,7 +210,7 @@ class Schedule:
         Call it on every rank, after `step`. Tied parameters count once. Returns the norm
         before clipping, the same on all ranks.
         """
-        return torch.tensor(clip(self._session, max_norm, norm_type, error_if_nonfinite))
+        return clip(self._session, max_norm, norm_type, error_if_nonfinite)
 
     def before(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` before every action of a kind, such as "F" or "SEND_F"."""

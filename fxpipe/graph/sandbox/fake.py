@@ -68,6 +68,9 @@ def probe(
     if _is_small(module, inputs):
         with contextlib.suppress(Exception):
             return _run_small(module, inputs)
+    first = next(module.parameters(), None)
+    if isinstance(first, FakeTensor):
+        return _run_fake(module, inputs, first)
     mode = _mode_of(inputs) or fake_mode()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
@@ -86,6 +89,23 @@ def probe(
             raise failure
         with state.real():
             return run_real(mode, module, module, fakes[0], fakes[1], failure)
+
+
+def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> Any:
+    """Run a module of the user's own fake tensors, on their device."""
+
+    def made_up(leaf: Any) -> Any:
+        if isinstance(leaf, TensorSpec):
+            made = torch.empty([int(n) for n in leaf.shape], dtype=leaf.dtype, device=state.device)
+        elif isinstance(leaf, torch.Tensor):
+            made = leaf.detach()
+        else:
+            return leaf
+        return grown(made) if leaf.requires_grad else made
+
+    with preserved(module), state.fake_mode:
+        made = map_leaves(made_up, inputs)
+        return module(*made[0], **made[1])
 
 
 def _is_small(module: nn.Module, inputs: Any) -> bool:

@@ -19,6 +19,7 @@ import torch
 
 from fxpipe.errors import InputError
 from fxpipe.microbatch import Microbatches
+from fxpipe.runtime.parameters.tied import Scale, on_device
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.wire.control import Control
 from fxpipe.torch_inside import pytree
@@ -102,10 +103,10 @@ class InputLeaves:
             if parts:
                 x.leaf.grad = sum(parts[1:], parts[0]).to(x.leaf.device)
 
-    def give_back(self, scale: float | None) -> None:
+    def give_back(self, scale: Scale) -> None:
         """Send the leaves' gradients on into the user's own tensors."""
         pairs = [
-            (x.chunk, x.leaf.grad if scale is None else x.leaf.grad * scale)
+            (x.chunk, x.leaf.grad if scale is None else x.leaf.grad * on_device(scale, x.leaf))
             for x in self._leaves
             if x.leaf.grad is not None
         ]

@@ -22,14 +22,20 @@ from fxpipe.torch_inside import WRAPPED
 
 __all__ = [
     "GradStash",
+    "Scale",
     "TiedGroup",
     "TiedLocations",
     "add_up",
     "broadcast",
     "find_tied",
     "local",
+    "on_device",
     "plain_name",
 ]
+
+
+Scale = float | torch.Tensor | None
+"""What a step's own gradients are multiplied by; a tensor where the host does not know it."""
 
 
 class TiedLocations(Protocol):
@@ -162,12 +168,12 @@ class GradStash:
         for p, before in zip(self._parameters, self._before, strict=True):
             p.grad = before
 
-    def restore(self, scale: float | None = None) -> None:
+    def restore(self, scale: Scale = None) -> None:
         """Add the step's own gradients, times `scale`, to what was there before."""
         for p, before in zip(self._parameters, self._before, strict=True):
             fresh = p.grad
             if fresh is not None and scale is not None:
-                fresh.mul_(scale)
+                local(fresh).mul_(on_device(scale, fresh))
             earlier = self.earlier.get(p)
             if before is not None and earlier is not None and earlier is not before:
                 before.copy_(earlier)
@@ -179,6 +185,10 @@ class GradStash:
         self._before = []
         self._parameters = []
         self.earlier = {}
+
+
+def on_device(scale: float | torch.Tensor, like: torch.Tensor) -> float | torch.Tensor:
+    return scale.to(like.device) if isinstance(scale, torch.Tensor) else scale
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

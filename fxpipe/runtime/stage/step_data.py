@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.parameters.tied import GradStash
+from fxpipe.runtime.parameters.tied import GradStash, Scale
 from fxpipe.runtime.stage.loss import LossTerm
 
 __all__ = ["PAIR_AND_AUX", "StepData"]
@@ -54,7 +54,7 @@ class StepData:
         if new:
             self._asides.append(GradStash(new))
 
-    def restore(self, scale: float | None) -> None:
+    def restore(self, scale: Scale) -> None:
         """The step succeeded: add what it has added, times `scale`."""
         for aside in self._asides:
             aside.restore(scale)

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.arguments import leaves_of
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import ModeDependent
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.facts import Facts
@@ -33,7 +33,6 @@ from fxpipe.graph.record.graph_calls import ACCESS, Constant, Rebuild, given
 
 __all__ = [
     "Flow",
-    "UnknownSizeError",
     "as_tensor",
     "is_free",
     "symbols_in",
@@ -69,10 +68,6 @@ def symbols_in(args: Any) -> Iterator[str]:
 def as_tensor(value: Any) -> torch.Tensor:
     """Return a number as a tensor that can be sent."""
     return torch.as_tensor(value)
-
-
-class UnknownSizeError(SplitError):
-    """A size on a stage boundary depends on data."""
 
 
 class Flow:

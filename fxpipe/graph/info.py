@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import InputError, SplitError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.check.report import CheckReport
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.flow import work_nodes

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import FxpipeError, InputError, SplitError, TraceError
-from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.errors import InputError, SplitError, TraceError
+from fxpipe.graph.capture.capture import capture, capture_for
 from fxpipe.graph.capture.opening import ancestors, choose_opened
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.check.check import Checkable, check_runs
 from fxpipe.graph.check.report import Budget, CheckReport, read_budget
 from fxpipe.graph.check.smaller import check_same_decisions
@@ -25,7 +26,6 @@ from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
 from fxpipe.graph.cut.whole_module import graph_of_stages, load_parts, merged_state
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.flops import forward_flops
-from fxpipe.graph.flow import UnknownSizeError
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interfaces, edges_of
 from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
@@ -260,21 +260,10 @@ def pipeline(
     opened = _opened(module, spec, policy, granularity)
     call = (tuple(mb_args), dict(mb_kwargs or {}))
 
-    def split(follows_example: bool) -> tuple[Pipe, TracedGraph]:
-        traced = capture(
-            module, *call, opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
-            follows_example=follows_example,
-        )  # fmt: skip
-        return Pipe(traced, _assign(policy, traced)), traced
-
-    try:
-        pipe, traced = split(follows_example=False)
-    except UnknownSizeError as error:
-        unknown = error
-        try:
-            pipe, traced = split(follows_example=True)
-        except FxpipeError:
-            raise unknown from None
+    pipe, traced = capture_for(
+        lambda traced: (Pipe(traced, _assign(policy, traced)), traced), module, *call,
+        opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
+    )  # fmt: skip
     if check_with is not None:
         pipe._checked(_check_by(check_with, pipe, traced, spec, granularity, budget))
     elif budget is not None:

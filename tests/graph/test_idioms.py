@@ -15,7 +15,7 @@ from torch import nn
 
 from fxpipe import SplitPoint, pipeline
 from fxpipe.errors import InputError, PipeliningShapeError, SplitError, TraceError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut import Assignment
 from fxpipe.graph.flow import work_nodes
 

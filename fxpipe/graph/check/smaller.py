@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 
 __all__ = ["check_same_decisions"]
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.recompute import choose_repeated
 from fxpipe.graph.cut.shared_buffers import check_state_writes
 from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter

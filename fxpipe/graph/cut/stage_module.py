@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.stage_writer import StageGraph
 from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.interface import Tied

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec

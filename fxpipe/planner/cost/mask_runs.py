@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph.arguments import map_arguments
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.dims import evaluate
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.errors import PlanError
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.training import Checkpointing
 from fxpipe.planner.cost.workload import NodeLoad, Workload

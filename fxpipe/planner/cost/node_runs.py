@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.arguments import leaves_of, map_arguments
-from fxpipe.graph.capture.capture import TracedGraph
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.capture.train_eval import TrainingFlag
 from fxpipe.graph.cut.stage_writer import Within
 from fxpipe.graph.dims import evaluate

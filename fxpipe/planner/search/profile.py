@@ -29,7 +29,8 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import PlanError
-from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.graph.capture.capture import capture
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.planner.cost.measured import Measured, Profile, fingerprint_of

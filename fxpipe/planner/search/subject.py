@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import PlanError
-from fxpipe.graph.capture.capture import TracedGraph, capture
+from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts

@@ -1,0 +1,223 @@
+"""Run a model once on tensors without data and write down what it does.
+
+In:  a `Task` (the model and its call), `Settings` (what may vary between runs).
+Out: a `TracedGraph`; or `OtherSettings`, if the run has shown that it needs others.
+
+The model and the process are left as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import SplitError
+from fxpipe.graph.capture.dtype_following import cast_inputs
+from fxpipe.graph.capture.traced_graph import TracedGraph
+from fxpipe.graph.guard.world import World
+from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
+from fxpipe.graph.markers import SplitPoint, listening
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.record.attention_masks import watched_masks
+from fxpipe.graph.record.example_values import ExampleValues
+from fxpipe.graph.record.python_random import watched_draws
+from fxpipe.graph.record.recorder import Trace
+from fxpipe.graph.record.tape import STAGE_DEVICE
+from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
+from fxpipe.graph.sandbox.patches import intercepted
+from fxpipe.graph.sandbox.restore import preserved
+from fxpipe.graph.sizes.dynamic_shapes import Wishes
+from fxpipe.graph.sizes.symbols import Sizes
+
+__all__ = ["OtherSettings", "Settings", "Task", "run_once"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """What is captured, and why each run of the model was made so far."""
+
+    module: nn.Module
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    named: Mapping[str, Any]
+    splits: Mapping[str, SplitPoint]
+    runs: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What differs between the runs of one capture; `why` says what this one is for.
+
+    With `true_flags` only those parameters require gradients that do in the model: some code
+    asks. Otherwise all do, so that freezing some later changes no graph.
+    """
+
+    opened: frozenset[str]
+    wishes: Wishes
+    follows_example: bool = False
+    true_flags: bool = False
+    why: str = "to record it"
+
+
+class OtherSettings(Exception):  # noqa: N818  it is no error
+    """A run has shown that it must be made with other settings."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.why)
+        self.settings = settings
+
+
+def run_once(
+    task: Task,
+    settings: Settings,
+    *,
+    training: bool | None = None,
+    cast: Mapping[torch.dtype, torch.dtype] | None = None,
+) -> TracedGraph:
+    """Record one run: in a given mode, or with state and inputs cast to other dtypes.
+
+    Raises:
+        OtherSettings: more modules must be open, or code asks for `requires_grad`.
+        SplitError: a module named in `splits` is never called.
+    """
+    task.runs.append(settings.why)
+    module = task.module
+    mode = fake_mode()
+    sizes = Sizes(mode, settings.wishes.dims)
+    with ExitStack() as stack:
+        stack.enter_context(preserved(module))
+        stack.enter_context(unlogged())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        state = FakeState(mode, module, all_trainable=not settings.true_flags, cast=cast)
+        stack.enter_context(state.fake())
+        if training is not None:
+            for part in module.modules():
+                part.training = training
+        trace = Trace(module, mode, sizes, state, set(settings.opened), task.splits)
+        fakes = sizes.fake(cast_inputs(task.named, cast or {}), on_trace_device)
+        _place_inputs(trace, fakes)
+        trace.tape.trace_devices = _devices(state, task.named)
+        if settings.follows_example:
+            trace.follow(ExampleValues(module, mode, state, trace.tape, task.named, fakes))
+        stack.enter_context(intercepted(module, trace))
+        stack.enter_context(listening(trace.on_pipe_split))
+        stack.enter_context(watched_masks(module, trace.on_mask))
+        stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse, module))
+        stack.enter_context(mode)
+        stack.enter_context(trace.reads.watching())
+        try:
+            with trace:
+                args, kwargs = _refill(module, task.call, fakes)
+                output = module(*args, **kwargs)
+            trace.finish(output)
+        except Exception:
+            _check_opened(settings, trace)
+            raise
+    _check_opened(settings, trace)
+    _check_called(task.splits, trace.called)
+    graph = _finished(task, settings, trace, sizes, fakes)
+    _check_flags(settings, trace, module)
+    return graph
+
+
+def _check_opened(settings: Settings, trace: Trace) -> None:
+    """Raise if splits were found inside modules that are leaves so far."""
+    more = trace.wanted - settings.opened
+    if more:
+        why = f"to open {', '.join(sorted(more))}, where a split was found"
+        opened = settings.opened | more
+        raise OtherSettings(dataclasses.replace(settings, opened=opened, why=why)) from None
+
+
+def _check_flags(settings: Settings, trace: Trace, module: nn.Module) -> None:
+    if settings.true_flags or not trace.asks_for_gradients:
+        return
+    if any(p.is_floating_point() for p in module.parameters() if not p.requires_grad):
+        why = "with frozen parameters frozen, since code asks for requires_grad"
+        raise OtherSettings(dataclasses.replace(settings, true_flags=True, why=why))
+
+
+def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
+    for name, value in fakes.items():
+        if any(isinstance(leaf, torch.Tensor) for _, leaf in walk(value)):
+            node = trace.tape.graph.placeholder(name)
+            trace.tape.adopt(node, value)
+
+
+def _devices(state: FakeState, named: Mapping[str, Any]) -> frozenset[torch.device]:
+    tensors = [*state.real_of.values()]
+    tensors += [leaf for _, leaf in walk(dict(named)) if isinstance(leaf, torch.Tensor)]
+    return frozenset(on_trace_device(tensor) for tensor in tensors)
+
+
+def _refill(module: nn.Module, call: tuple[Any, Any], fakes: Mapping[str, Any]) -> Any:
+    """Return the call with fakes, found by position: one tensor may be given twice."""
+    args, kwargs = call
+    positions = tuple(range(len(args)))
+    named = name_call(parameters_of(module), positions, {name: name for name in kwargs})
+    at: dict[Any, Any] = {}
+    for name, place in named.items():
+        if isinstance(place, tuple):
+            at.update(zip(place, fakes[name], strict=True))
+        else:
+            at[place] = fakes[name]
+    return tuple(at[position] for position in positions), {name: at[name] for name in kwargs}
+
+
+def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
+    never = [name for name in splits if name not in called]
+    if never:
+        raise SplitError(
+            "split_spec names modules that are never called with these inputs: "
+            + ", ".join(map(repr, never))
+            + "\nname a module whose forward runs (for a ModuleList, one of its entries)"
+        )
+
+
+def _finished(
+    task: Task, settings: Settings, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any]
+) -> TracedGraph:
+    module, graph, facts = task.module, trace.tape.graph, trace.tape.facts
+    describe = functools.partial(_described, sizes, trace.tape.trace_devices)
+    for node in graph.nodes:
+        if node in trace.tape.values:
+            facts.learn(node, spec=map_leaves(describe, trace.tape.values[node]))
+        node.args = sizes.plain_arguments(node.args)
+        node.kwargs = sizes.plain_arguments(node.kwargs)
+    example = spec_inputs(fakes, sizes.spec)
+    signature = InputSignature(
+        parameters_of(module),
+        example,
+        sizes.conditions(settings.wishes.conditions),
+        settings.wishes.outcome(example, sizes.place),
+    )
+    return TracedGraph(
+        module, graph, facts, signature, sizes.free(), sizes.hints(), settings.opened,
+        _autocast_is_on(), World.of(trace.reads, _parts(module, settings.opened), trace.real_of),
+        frozenset(trace.training_read),
+    )  # fmt: skip
+
+
+def _parts(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Module]:
+    parts = module.named_modules(remove_duplicate=False)
+    return {name: part for name, part in parts if name in names}
+
+
+def _autocast_is_on() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return STAGE_DEVICE if leaf in devices else leaf
+    if isinstance(leaf, torch.Tensor):
+        return sizes.spec(leaf)
+    if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return sizes.plain(leaf.node.expr)
+    return leaf

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         SplitError,
         TraceError,
     )
+    from fxpipe.graph.aux_losses import aux_loss, collect_aux_losses
     from fxpipe.graph.markers import SplitPoint, pipe_split
     from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
     from fxpipe.microbatch import (
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from fxpipe.planner.search.auto_split import auto_split
     from fxpipe.planner.search.profile import profile
     from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
-    from fxpipe.runtime.stage.loss import aux_loss, collect_aux_losses
     from fxpipe.runtime.wire.local_group import LocalGroup
     from fxpipe.schedules import (
         PipelineScheduleMulti,
@@ -77,6 +77,7 @@ configure_from_environment()
 _HOMES = {
     "errors": "FxpipeError InputError PipeliningShapeError PlanError RemoteStageError "
     "ScheduleError SplitError TraceError",
+    "graph.aux_losses": "aux_loss collect_aux_losses",
     "graph.markers": "SplitPoint pipe_split",
     "graph.pipe": "Pipe PipeInfo pipeline",
     "microbatch": "Microbatches Replicate TensorChunkSpec merge_chunks "
@@ -89,7 +90,6 @@ _HOMES = {
     "planner.search.auto_split": "auto_split",
     "planner.search.profile": "profile",
     "runtime.checkpoint": "load_checkpoint save_checkpoint",
-    "runtime.stage.loss": "aux_loss collect_aux_losses",
     "runtime.wire.local_group": "LocalGroup",
     "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
     "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),

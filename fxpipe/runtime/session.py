@@ -25,10 +25,10 @@ from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
 from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan, check_pipelines
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.sync import GradSync, NoSync, expect_collectives, grad_sync
-from fxpipe.runtime.rollback import ChangingBuffers
+from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.step_run import Outcome, StepRun
+from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
 from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, agree, control_of
 from fxpipe.runtime.wire.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
@@ -75,6 +75,7 @@ class Session:
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self._tied_epoch = 0
         self._gave_up: list[GradSync] = []
+        self._batch_weight = 1.0  # of the latest batch with auxiliary losses beside a weighted sum
 
     @property
     def has_last_stage(self) -> bool:
@@ -146,13 +147,37 @@ class Session:
                 self._tell_replicas(call, "{}: {}".format(*described(error)))
                 raise
             self.plan = self._running = plan
-            self.run = StepRun(
-                self, control, self._transports, plan, call, chunks, records_spans=records
-            )
-            outcome = self.run.run()
+            outcome = self._run(control, plan, call, chunks, records)
             if records:
                 outcome = self._with_all_spans(outcome, control)
             return outcome
+
+    def _run(
+        self, control: Control, plan: StepPlan, call: Call, chunks: Chunks, records: bool
+    ) -> Outcome:
+        """Run the step; once more if the weight of the batch had to be known before."""
+        draws = None
+        if self.sums_weights is not False and call.training:
+            draws = RandomState([stage.device for stage in self.stages.values()])
+        # Replicas have weights of their own, and must all run as often.
+        assumed = 1.0 if plan.reduces else self._batch_weight
+        for _ in range(3):
+            self.run = StepRun(
+                self, control, self._transports, plan, call, chunks,
+                records_spans=records, batch_weight=assumed,
+            )  # fmt: skip
+            try:
+                return self.run.run()
+            except BatchWeightError as found:
+                assumed = self._batch_weight = found.weight
+                if draws is not None:
+                    draws.put_back()
+                control.raises_everywhere = False
+        control.raises_everywhere = True
+        raise InputError(
+            "loss_fn returns other weights each time the step is made; beside auxiliary losses "
+            "they must depend on the batch, the model and torch's random numbers alone"
+        )
 
     def _tell_replicas(self, call: Call, message: str) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""

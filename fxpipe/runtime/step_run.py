@@ -11,6 +11,7 @@ that fails leaves gradients and buffers as they were before it.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fxpipe.errors import InputError
 from fxpipe.microbatch import merge_chunks, split_target
 from fxpipe.program import Program, Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
@@ -30,13 +30,25 @@ from fxpipe.runtime.parameters.tied import Scale
 from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.stage.step_data import PAIR_AND_AUX, StepData
+from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
 from fxpipe.runtime.wire.sums import sum_over_ranks
 from fxpipe.runtime.wire.transport import Transport, TransportError
 
-__all__ = ["Outcome", "StepRun"]
+__all__ = ["BatchWeightError", "Outcome", "StepRun"]
+
+
+class BatchWeightError(Exception):
+    """All ranks have learnt the weight of the batch, and must make the step again with it.
+
+    Sums are differentiated before the weight of the batch is known, and divided by it in the end.
+    Auxiliary losses must not be divided: so the weight must be known before.
+    """
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(f"the batch has the weight {weight:g}")
+        self.weight = weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +97,10 @@ class StepRun:
         chunks: Chunks,
         *,
         records_spans: bool,
+        batch_weight: float,
     ) -> None:
-        self.session, self.plan, self.call, self.chunks = session, plan, call, chunks
+        self.session, self.plan, self.call = session, plan, call
+        self.chunks = replace(chunks, args=list(chunks.args), kwargs=list(chunks.kwargs))
         self.control, self.transports = control, transports
         self.records_spans = records_spans
         self.trains = call.training and plan.has_loss
@@ -105,6 +119,7 @@ class StepRun:
             keeps_outputs=call.keeps_outputs and session.has_last_stage,
             wants_loss=plan.wants_loss,
             autocast=session.autocast(),
+            batch_weight=batch_weight if session.options.scale_grads else 1.0,
         )
 
     def run(self) -> Outcome:
@@ -155,7 +170,6 @@ class StepRun:
         if self._stash is not None:
             self._stash.restore(scale)
             self.step.restore(scale)
-            self.session.sums_weights = scale is not None
         assert self._rollback is not None
         self._rollback.commit()
 
@@ -330,28 +344,37 @@ class StepRun:
                 known or Failure(failed, None, None, "", "error", "no message was left")
             )
         summed = [v for v in vectors if v[1]]
-        if not summed or not self.trains:
+        if not self.trains or not self.session.options.scale_grads:
             return None
-        if any(v[2] for v in vectors):
-            self.control.raises_everywhere = True
-            raise InputError(PAIR_AND_AUX)
-        if not self.session.options.scale_grads:
+        is_apart = self.session.sums_weights is not False
+        self.session.sums_weights = bool(summed)
+        if not summed:
             return None
+        assumed = self.step.batch_weight
+        must_be_known = not is_apart or any(v[2] for v in vectors)
         if any(v[1] == 2 for v in summed):
-            return self._scale_on_device()
-        total = sum(_number(v[3]) for v in summed)
-        return 1.0 / total if total else 0.0
+            on_device = self._weight_on_device()
+            if assumed == 1.0 and not must_be_known:
+                return torch.where(on_device != 0, 1.0 / on_device, torch.zeros_like(on_device))
+            total = float(on_device) or math.inf
+        else:
+            total = sum(_number(v[3]) for v in summed) or math.inf
+        if total == assumed or math.isnan(assumed):
+            return None
+        if must_be_known:
+            self.control.raises_everywhere = True
+            raise BatchWeightError(total)
+        return assumed / total
 
-    def _scale_on_device(self) -> torch.Tensor:
+    def _weight_on_device(self) -> torch.Tensor:
         device = next(iter(self.session.stages.values())).device
         mine = torch.zeros((), dtype=torch.float64, device=device)
         if isinstance(self._weight, torch.Tensor):
             mine = mine + self._weight.to(device)
         try:
-            total = sum_over_ranks(mine, self.control, self.transports)
+            return sum_over_ranks(mine, self.control, self.transports)
         except TransportError as error:
             raise self._lost(error) from error
-        return torch.where(total != 0, 1.0 / total, torch.zeros_like(total))
 
     def _needs_whole(self, scale: Scale) -> bool:
         """The same on all ranks: whether anything can still fail."""

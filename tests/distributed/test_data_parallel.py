@@ -16,6 +16,8 @@ from fxpipe import (
     PipelineStage,
     RemoteStageError,
     Schedule1F1B,
+    aux_loss,
+    collect_aux_losses,
     get_schedule_class,
     pipeline,
 )
@@ -261,3 +263,47 @@ def fault_in_one_replica(rank: int, schedule: str, wrapper: str, where: str) -> 
 )
 def test_a_fault_in_one_replica_reaches_the_others(schedule: str, wrapper: str, where: str) -> None:
     run_on_ranks(4, fault_in_one_replica, schedule, wrapper, where)
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        aux_loss(h.pow(2).mean(), 0.3)
+        return h
+
+
+def masked_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = target > 0
+    return ((output - target).pow(2) * mask).sum(), mask.sum()
+
+
+def weighted_and_auxiliary(rank: int, wrapper: str) -> None:
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    modules = nn.ModuleList([Sized(), Sized()])
+    reference = copy.deepcopy(modules)
+    x, y = rand(16, 8), rand(16, 8, seed=2) + 0.1
+    for rows in (slice(0, 8), slice(8, 16)):
+        with collect_aux_losses() as aux:
+            total, weight = masked_sum(reference[1](reference[0](x[rows])), y[rows])
+        ((total / weight + aux.total()) / 2).backward()
+    wrapped = wrap(modules[place], wrapper, dp[place])
+    stage = PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])
+    made = Schedule1F1B(stage, 4, loss_fn=masked_sum)
+    rows = slice(8 * replica, 8 * replica + 8)
+
+    for step in (1, 2):
+        made.step(x[rows], target=y[rows])
+        for p, q in zip(stage.submod.parameters(), reference[place].parameters(), strict=True):
+            grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            assert_close(grad, step * q.grad, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_replicas_with_weights_of_their_own_and_auxiliary_losses(wrapper: str) -> None:
+    run_on_ranks(4, weighted_and_auxiliary, wrapper)

@@ -26,9 +26,9 @@ from fxpipe.cli.named.pipes import Traced, split_pipe
 from fxpipe.cli.named.programs import find_program, is_file_name
 from fxpipe.cli.named.references import load_object, parse_reference
 from fxpipe.errors import InputError
+from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.microbatch import split_batch
 from fxpipe.program import Program
-from fxpipe.runtime.stage.loss import collect_aux_losses
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import Schedule, ScheduleFromProgram, get_schedule_class
 from fxpipe.stage import PipelineStage

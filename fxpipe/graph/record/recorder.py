@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.aux_losses import aux_loss
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
@@ -393,7 +394,7 @@ class Trace(TorchFunctionMode):
         changed = [
             t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version
         ]
-        if not changed and not has_tensor(output):
+        if not changed and not has_tensor(output) and func is not aux_loss:
             return output
         known = {id(tensor) for tensor in tensors}
         in_place = {id(tensor) for tensor in changed}

@@ -71,6 +71,11 @@ class StepPlan:
     tied: Sequence[ties.TiedGroup]
     program: Program
 
+    @property
+    def reduces(self) -> bool:
+        """Whether any stage has replicas."""
+        return any(a.kind is Kind.REDUCE_GRAD for actions in self.program.ranks for a in actions)
+
 
 @dataclass(frozen=True, slots=True)
 class _StageFacts:

@@ -11,10 +11,8 @@ happens on what is differentiated, never on a parameter's stored `.grad`.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch
 from fxpipe.errors import InputError
 from fxpipe.torch_inside import pytree
 
-__all__ = ["AuxLosses", "LossTerm", "aux_loss", "collect_aux_losses", "loss_term", "own_leaves"]
+__all__ = ["LossTerm", "loss_term", "own_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,49 +84,3 @@ def own_leaves(total: torch.Tensor, output: Any) -> list[torch.Tensor]:
             found[id(leaf)] = leaf
         waiting += [following for following, _ in node.next_functions]  # type: ignore[union-attr]
     return list(found.values())
-
-
-@dataclass(slots=True)
-class AuxLosses:
-    """The auxiliary terms of one forward."""
-
-    terms: list[torch.Tensor] = field(default_factory=list)
-
-    def total(self) -> torch.Tensor | float:
-        """Their sum, to be added to a plain model's loss."""
-        return sum(self.terms[1:], self.terms[0]) if self.terms else 0.0
-
-
-_COLLECTOR: contextvars.ContextVar[AuxLosses | None] = contextvars.ContextVar(
-    "fxpipe_aux_losses", default=None
-)
-
-
-def aux_loss(value: torch.Tensor, weight: float = 1.0) -> None:
-    """Add `weight * value` to the loss from inside a model, for example to balance experts.
-
-    In a pipeline the term is differentiated on its own stage, with the weight of its
-    microbatch. Around a plain model, collect the terms yourself:
-
-        with collect_aux_losses() as aux:
-            output = model(x)
-        loss = loss_fn(output, target) + aux.total()
-
-    Anywhere else the call does nothing.
-    """
-    collector = _COLLECTOR.get()
-    if collector is not None:
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise InputError("aux_loss takes a scalar tensor")
-        collector.terms.append(value.reshape(()) * weight)
-
-
-@contextlib.contextmanager
-def collect_aux_losses() -> Iterator[AuxLosses]:
-    """Gather what `aux_loss` is given inside the block."""
-    aux = AuxLosses()
-    token = _COLLECTOR.set(aux)
-    try:
-        yield aux
-    finally:
-        _COLLECTOR.reset(token)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import InputError, PipeliningShapeError
+from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.runtime.parameters.sync import GradSync, grad_sync
 from fxpipe.runtime.stage.backward import (
     Deferral,
@@ -27,7 +28,7 @@ from fxpipe.runtime.stage.backward import (
     receive,
 )
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
-from fxpipe.runtime.stage.loss import _COLLECTOR, AuxLosses, LossTerm, loss_term, own_leaves
+from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.torch_inside import pytree
@@ -117,14 +118,10 @@ class StageRunner:
         if step.is_training and any(wiring.wants):
             received, slots = receive(received, wiring.wants)
         deferral = Deferral() if step.is_training and microbatch in self._split else None
-        aux = AuxLosses()
-        token = _COLLECTOR.set(aux)
         args, kwargs = self._args[microbatch], self._kwargs[microbatch]
-        try:
-            with forward_context(self.stage, microbatch), deferral or nullcontext():
-                output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
-        finally:
-            _COLLECTOR.reset(token)
+        context = forward_context(self.stage, microbatch)
+        with collect_aux_losses() as aux, context, deferral or nullcontext():
+            output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
         del received
         term = None
         sent: Tensors = []

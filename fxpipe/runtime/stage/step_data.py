@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import InputError
 from fxpipe.runtime.parameters.tied import GradStash, Scale
 from fxpipe.runtime.stage.loss import LossTerm
 
-__all__ = ["PAIR_AND_AUX", "StepData"]
+__all__ = ["StepData"]
 
 
 @dataclass(slots=True)
@@ -29,6 +28,7 @@ class StepData:
     keeps_outputs: bool
     wants_loss: bool
     autocast: tuple[str, ...]
+    batch_weight: float = 1.0  # that sums are divided by, as far as it is known
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, LossTerm] = field(default_factory=dict)
     aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -39,10 +39,8 @@ class StepData:
     def seed(self, microbatch: int, term: torch.Tensor, *, is_aux: bool) -> torch.Tensor:
         """The factor of a term in the loss of the batch."""
         found = self.losses.get(microbatch)
-        if found is not None and found.weight is not None:
-            if is_aux:
-                raise InputError(PAIR_AND_AUX)
-            return self._seed(1.0, term)
+        if found is not None and found.weight is not None and not is_aux:
+            return self._seed(1.0 / self.batch_weight, term)
         return self._seed(self.weights[microbatch], term)
 
     def put_aside(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -84,10 +82,3 @@ class StepData:
 
 
 _NOTHING = contextlib.nullcontext()
-
-PAIR_AND_AUX = (
-    "aux_loss cannot be combined with a loss_fn that returns (sum, weight): the weight of the "
-    "batch is known only when all forwards are done, but an auxiliary loss is differentiated "
-    "before; return sum / weight_of_the_batch as a scalar instead, with scale_grads=False and the "
-    "weight of the whole batch passed in loss_kwargs"
-)

@@ -107,7 +107,7 @@ def run_once(
             trace.follow(ExampleValues(module, mode, state, trace.tape, task.named, fakes))
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
-        stack.enter_context(watched_masks(module, trace.on_mask))
+        stack.enter_context(watched_masks(module, trace.on_mask, trace.is_opened))
         stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse, module))
         stack.enter_context(mode)
         stack.enter_context(trace.reads.watching())

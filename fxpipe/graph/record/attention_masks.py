@@ -8,6 +8,10 @@ plain model calls.
 
 Code that was opened has seen a mask, not None. Where such code uses the value, or where
 it is sent to another stage, `whole` is called instead, which always builds the mask.
+
+For flex attention the functions make a block mask, which is made of functions and cannot be
+traced. A trace sees a tensor of true and false in its place, and a kernel that knows only
+sizes; the stages call both as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +20,16 @@ import functools
 import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.record.graph_calls import GraphCall
 from fxpipe.graph.sandbox.patches import patched
 
@@ -30,8 +37,14 @@ __all__ = ["MaskCall", "may_be_none", "watched_masks"]
 
 _HOMES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 _NAMES = ("create_", "_prepare_4d_")
+_FLEX_HOME = "transformers.integrations.flex_attention"
+_FLEX_KERNEL = "compile_friendly_flex_attention"
 # Arguments of which only size, dtype and device are read.
 _SHOWN = ("inputs_embeds", "input_embeds", "encoder_hidden_states")
+_IN_FLEX = (
+    "code that is split calls flex attention, uses its block mask, or sends it to another stage\n"
+    "cut between the layers of the model, or use sdpa attention"
+)
 _lock = threading.RLock()
 
 OnMask = Callable[["MaskCall", Any, Any], Any]
@@ -40,9 +53,21 @@ OnMask = Callable[["MaskCall", Any, Any], Any]
 class MaskCall(GraphCall):
     """A callable that makes an attention mask, or None where attention needs none."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], is_flex: bool = False) -> None:
         super().__init__(function.__name__)
         self._function = function
+        self.is_flex = is_flex
+
+    def __eq__(self, other: object) -> bool:
+        # A trace in each mode makes a call of its own: they are the same.
+        return type(other) is type(self) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Callable[..., Any], bool]:
+        return self._function, self.is_flex
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -56,6 +81,8 @@ class MaskCall(GraphCall):
     @property
     def whole(self) -> MaskCall:
         """The same function where a mask is needed in any case."""
+        if self.is_flex:
+            raise TraceError(_IN_FLEX)
         return _WholeMaskCall(self._function)
 
 
@@ -73,7 +100,9 @@ def may_be_none(node: fx.Node) -> bool:
 
 
 @contextmanager
-def watched_masks(module: nn.Module, on_mask: OnMask) -> Iterator[None]:
+def watched_masks(
+    module: nn.Module, on_mask: OnMask, is_opened: Callable[[], bool]
+) -> Iterator[None]:
     """Have the model's code call `on_mask` in place of the mask functions, until exit."""
     with ExitStack() as stack:
         homes = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
@@ -82,6 +111,7 @@ def watched_masks(module: nn.Module, on_mask: OnMask) -> Iterator[None]:
             for name, value in list(vars(place).items()) if place is not None else ():
                 if _makes_mask(value):
                     stack.enter_context(patched(place, name, _watched(value, on_mask)))
+        stack.enter_context(_flex_by_sizes(is_opened))
         yield
 
 
@@ -94,14 +124,37 @@ def _makes_mask(value: Any) -> bool:
 def _watched(function: Callable[..., Any], on_mask: OnMask) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_flex(args, kwargs):
-            return function(*args, **kwargs)
-        return on_mask(MaskCall(function), args, kwargs)
+        config = kwargs.get("config", args[0] if args else None)
+        is_flex = getattr(config, "_attn_implementation", None) == "flex_attention"
+        return on_mask(MaskCall(function, is_flex), args, kwargs)
 
     return call
 
 
-def _is_flex(args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Say whether the mask is for flex attention: a block mask, which is made of functions."""
-    config = kwargs.get("config", args[0] if args else None)
-    return getattr(config, "_attn_implementation", None) == "flex_attention"
+@contextmanager
+def _flex_by_sizes(is_opened: Callable[[], bool]) -> Iterator[None]:
+    """Have flex attention take any mask and return fake tensors, until exit."""
+    masks, kernels = sys.modules.get(_HOMES[0]), sys.modules.get(_FLEX_HOME)
+    if masks is None or kernels is None:
+        yield
+        return
+    kinds = masks.ALL_MASK_ATTENTION_FUNCTIONS
+    own = kinds["flex_attention"]
+    known: Callable[..., Any] = getattr(kernels, _FLEX_KERNEL)
+
+    def kernel(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        if is_opened():
+            raise TraceError(_IN_FLEX)
+        if not isinstance(query, FakeTensor):
+            return known(query, key, value, **options)
+        output = query.sum(-1, keepdim=True) + value.sum() + key.sum()
+        output = output.expand(*query.shape[:-1], value.shape[-1]).to(query.dtype)
+        sums = types.SimpleNamespace(lse=output.sum(-1).float())
+        return (output, sums) if options.get("return_aux") is not None else output
+
+    kinds["flex_attention"] = kinds["sdpa"]
+    try:
+        with patched(kernels, _FLEX_KERNEL, kernel):
+            yield
+    finally:
+        kinds["flex_attention"] = own

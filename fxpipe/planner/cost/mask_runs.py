@@ -49,6 +49,8 @@ class MaskRuns:
         """Say whether a node is a mask that is not made at given sizes."""
         if not may_be_none(node):
             return False
+        if node.target.is_flex:  # type: ignore[union-attr]
+            return True  # a block mask takes next to nothing
         key = (node, tuple(sorted(sizes.items())))
         if key not in self._known:
             self._known[key] = self._returns_none(node, sizes)

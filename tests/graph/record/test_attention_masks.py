@@ -5,7 +5,9 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from transformers.integrations import flex_attention
 
+from fxpipe.errors import TraceError
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import pipeline
 
@@ -118,3 +120,56 @@ def test_transformers_is_left_as_it_was():
     pipeline(model, (), inputs(2, 8, "none"), split_spec={layer: SplitPoint.BEGINNING})
 
     assert modeling_llama.create_causal_mask is before
+
+
+class BlockMasks:
+    """Writes down the block mask of each call of flex attention, as true and false."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        self._known = flex_attention.compile_friendly_flex_attention
+        flex_attention.compile_friendly_flex_attention = self._call
+        return self
+
+    def __exit__(self, *error):
+        flex_attention.compile_friendly_flex_attention = self._known
+
+    def _call(self, query, key, value, **options):
+        mask = options["block_mask"]
+        marks = torch.arange(query.shape[-2])
+        rows = torch.arange(query.shape[0])[:, None, None]
+        allowed = mask.mask_mod(rows, torch.tensor(0), marks[None, :, None], marks[None, None, :])
+        self.calls.append((mask.shape, allowed.tolist()))
+        return self._known(query, key, value, **options)
+
+
+# Compiling a block mask makes torch warn of its own code.
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_flex_attention_gets_the_same_block_masks():
+    model, layer = llama(attn_implementation="flex_attention", head_dim=16)
+    model = model.eval().requires_grad_(False)  # on a CPU flex attention has no backward
+    torch.compiler.set_stance("force_eager")
+    try:
+        spec = {layer: SplitPoint.BEGINNING}
+        pipe = pipeline(model, (), inputs(2, 8, "padded"), split_spec=spec, check=False)
+        for kwargs in (inputs(1, 8, "padded"), inputs(2, 5, "full"), inputs(5, 8, "padded")):
+            with torch.no_grad(), BlockMasks() as plain:
+                expected = model(**kwargs).logits
+            with torch.no_grad(), BlockMasks() as ours:
+                found = pipe(**kwargs).logits
+
+            assert ours.calls == plain.calls
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+def test_a_block_mask_that_opened_code_uses_is_refused():
+    model, layer = llama(attn_implementation="flex_attention", head_dim=16)
+    spec = {f"{layer}.self_attn.o_proj": SplitPoint.BEGINNING}
+
+    with pytest.raises(TraceError, match="code that is split calls flex attention"):
+        pipeline(model.eval(), (), inputs(2, 8, "full"), split_spec=spec)

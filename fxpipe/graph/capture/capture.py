@@ -100,6 +100,22 @@ def capture_for(
 
 
 def _first_use(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> Used:
+    """Return what `use` makes of a graph; if it must be, of one for the present mode only."""
+    try:
+        return _use_in_modes(use, task, settings)
+    except Exception as error:
+        if not task.other_mode:
+            raise
+        reason = str(_explained(task.other_mode[0], task.module)).strip()
+        why = "in the mode that the model is in, since the other cannot be captured"
+        alone = dataclasses.replace(settings, why_one_mode=reason, why=why)
+        try:
+            return _use_in_modes(use, task, alone)
+        except Exception:
+            raise error from error.__cause__
+
+
+def _use_in_modes(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> Used:
     """Return what `use` makes of a graph; if it must be, of one that follows the example."""
     first: Exception | None = None
     for follows_example in (False, True):
@@ -208,6 +224,26 @@ def _capture(task: Task, settings: Settings) -> TracedGraph:
     if not first.flags or _modes(first) is not None:
         _check_refusals(first)
         return dataclasses.replace(first, modes=_modes(first))
+    if settings.why_one_mode:
+        _check_refusals(first)
+        modes = {name: first.module.get_submodule(name).training for name in first.flags}
+        return dataclasses.replace(first, modes=modes, why_one_mode=settings.why_one_mode)
+    try:
+        return _in_both_modes(task, settings, first, traced)
+    except OtherSettings:
+        raise
+    except Exception as error:
+        task.other_mode.append(error)
+        raise
+
+
+def _in_both_modes(
+    task: Task,
+    settings: Settings,
+    first: TracedGraph,
+    traced: Callable[[bool | None, str], TracedGraph],
+) -> TracedGraph:
+    """Return one graph for both modes; `first` is that of the mode which the model is in."""
     flags = {part.training for part in task.module.modules()}
     training = first if flags == {True} else traced(True, "in training mode")
     evaluation = first if flags == {False} else traced(False, "in evaluation mode")

@@ -40,13 +40,17 @@ __all__ = ["OtherSettings", "Settings", "Task", "run_once"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """What is captured, and why each run of the model was made so far."""
+    """What is captured, and why each run of the model was made so far.
+
+    `other_mode` are the errors of the mode that the model is not in.
+    """
 
     module: nn.Module
     call: tuple[tuple[Any, ...], dict[str, Any]]
     named: Mapping[str, Any]
     splits: Mapping[str, SplitPoint]
     runs: list[str] = dataclasses.field(default_factory=list)
+    other_mode: list[Exception] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,13 +58,15 @@ class Settings:
     """What differs between the runs of one capture; `why` says what this one is for.
 
     With `true_flags` only those parameters require gradients that do in the model: some code
-    asks. Otherwise all do, so that freezing some later changes no graph.
+    asks. Otherwise all do, so that freezing some later changes no graph. With `why_one_mode` the
+    model is captured in the mode it is in, and not in the other.
     """
 
     opened: frozenset[str]
     wishes: Wishes
     follows_example: bool = False
     true_flags: bool = False
+    why_one_mode: str = ""
     why: str = "to record it"
 
 

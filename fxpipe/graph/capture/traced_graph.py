@@ -21,7 +21,8 @@ class TracedGraph:
 
     `facts` says what is known about each node. Sizes among the arguments are sympy
     expressions. `world` is what the code read of Python's world, `flags` are the modules
-    whose training flag it asked for; with `modes` the graph is for these flags only.
+    whose training flag it asked for; with `modes` the graph is for these flags only, and
+    `why_one_mode` says why the model could not be captured in the other mode.
     """
 
     module: nn.Module
@@ -35,6 +36,7 @@ class TracedGraph:
     world: World
     flags: frozenset[str] = frozenset()
     modes: Mapping[str, bool] | None = None
+    why_one_mode: str = ""
 
 
 class UnknownSizeError(SplitError):

@@ -66,7 +66,8 @@ def build_modules(traced: TracedGraph, stages: Sequence[StageGraph]) -> tuple[St
         for name in (*stage.containers, *sorted(flags)):
             _container(made, name)
         _copy_flags(made, module, guard)
-        guard.modes({name: made.get_submodule(name) for name in flags}, traced.modes)
+        holders = {name: made.get_submodule(name) for name in flags}
+        guard.modes(holders, traced.modes, traced.why_one_mode)
         made.register_forward_pre_hook(guard)
         made.recompile()
         made.graph.owning_module = None

@@ -91,6 +91,7 @@ class StageGuard:
         self._flags: list[_Flag] = []
         self._read: dict[str, weakref.ref[nn.Module]] = {}
         self._traced: dict[str, bool] | None = None
+        self._why = ""
 
     def tensor(self, name: str, owner: nn.Module, holder: nn.Module, home: str) -> None:
         """Follow a parameter or buffer of the model."""
@@ -105,8 +106,17 @@ class StageGuard:
         for flag in self._flags:
             flag.settle()
 
-    def modes(self, holders: Mapping[str, nn.Module], traced: Mapping[str, bool] | None) -> None:
-        """Check the flags that the code read: as `traced`, or all the same if that is None."""
+    def modes(
+        self,
+        holders: Mapping[str, nn.Module],
+        traced: Mapping[str, bool] | None,
+        why: str = "",
+    ) -> None:
+        """Check the flags that the code read: as `traced`, or all the same if that is None.
+
+        `why` says why the model could not be traced in the other mode.
+        """
+        self._why = why
         self._read = {name: weakref.ref(holder) for name, holder in holders.items()}
         self._traced = None if traced is None else dict(traced)
 
@@ -132,6 +142,9 @@ class StageGuard:
                 )
             return
         wrong = [(name, flag) for name, flag in now.items() if flag != self._traced[name]]
+        if wrong and self._why:
+            mode = "evaluation" if wrong[0][1] is False else "training"
+            raise TraceError(f"the model could not be traced in {mode}: {self._why}")
         if wrong:
             raise TraceError(
                 "the model was traced with some modules in training and others in evaluation: "

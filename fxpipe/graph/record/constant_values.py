@@ -24,6 +24,7 @@ DECISIONS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "__array__"}
 )
 _DRAWS = 8
+_HIGHEST = 1.0 - 2**-24
 _UNIFORM = {"rand", "rand_like", "uniform_"}
 RANDOM = {
     *_UNIFORM, "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "normal_",
@@ -102,13 +103,29 @@ class Decisions:
             return []
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             is_random = self._made[id(tensor)].is_random
-            ends: list[float | None] = [0.0, 1.0 - 2**-24] if is_random else []
+            ends: list[float | None] = [0.0, _HIGHEST] if is_random else []
             draws: list[float | None] = [None] * (_DRAWS if is_random else 1)
             try:
                 found = [self._compute(tensor, end) for end in (*ends, *draws)]
             except Exception:
                 return []
         return found[:1] if all(torch.equal(value, found[0]) for value in found) else []
+
+    def drawn(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return a value of a tensor that random numbers decide, in a list: for the largest."""
+        made = self._made.get(id(tensor))
+        if made is None or not made.is_random:
+            return []
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return [self._compute(tensor, _HIGHEST)]
+
+    def numbers(self, tensor: torch.Tensor) -> set[float]:
+        """Return the numbers that a tensor was made with, such as a rate it is held to."""
+        made = self._made[id(tensor)]
+        found = {leaf for _, leaf in walk((made.args, made.kwargs)) if isinstance(leaf, float)}
+        for source in made.sources:
+            found |= self.numbers(self._made[source].tensor)
+        return found
 
     def _compute(self, tensor: torch.Tensor, end: float | None) -> Any:
         """Return a tensor's value, with all uniform draws at one end of their range."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxpipe.graph.source_line import Place
 
-__all__ = ["a_draw", "a_value_decides", "an_effect", "an_unknown_tensor"]
+__all__ = ["a_decisive_draw", "a_draw", "a_value_decides", "an_effect", "an_unknown_tensor"]
 
 
 def a_value_decides(who: str, place: Place | None) -> str:
@@ -25,6 +27,16 @@ def a_draw(place: Place) -> str:
         f"same in every run of a stage\n  at or before {place}\n    {place.source}\n"
         "use torch.rand, keep this code inside a submodule that is not split, or turn it off "
         "(a rate of zero is fine)"
+    )
+
+
+def a_decisive_draw(place: Place, rates: Sequence[str]) -> str:
+    """Say that a random number decides which opened code runs; `rates` are what it is held to."""
+    setting = " and ".join(rates) or "the rate of LayerDrop or stochastic depth"
+    return (
+        "a random number decides which part of the model runs, and the graph of a stage has one "
+        f"way\n  {place}\n    {place.source}\n"
+        f"set {setting} to 0, or keep this code inside a submodule that is not split"
     )
 
 

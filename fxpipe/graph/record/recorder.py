@@ -12,6 +12,7 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import sys
 import threading
@@ -46,7 +47,13 @@ from fxpipe.graph.record.graph_calls import (
     function_modes,
 )
 from fxpipe.graph.record.leaf_runs import LeafOutcome, LeafRuns, run_operation
-from fxpipe.graph.record.messages import a_draw, a_value_decides, an_effect, an_unknown_tensor
+from fxpipe.graph.record.messages import (
+    a_decisive_draw,
+    a_draw,
+    a_value_decides,
+    an_effect,
+    an_unknown_tensor,
+)
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
@@ -102,6 +109,7 @@ class Trace(TorchFunctionMode):
         self._thread = threading.get_ident()
         self._chance = Chance()
         self._watch = StateWatch(module, opened, state)
+        self._refused: set[str] = set()
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -229,7 +237,9 @@ class Trace(TorchFunctionMode):
 
     def refuse(self, message: str) -> None:
         """Have the graph refuse to run in the mode that is traced."""
-        self.tape.write("call_function", Refusal(message), (), {})
+        if message not in self._refused:
+            self._refused.add(message)
+            self.tape.write("call_function", Refusal(message), (), {})
 
     def is_opened(self) -> bool:
         """Say whether opened code of the model is running."""
@@ -424,6 +434,8 @@ class Trace(TorchFunctionMode):
         if isinstance(args[0], FakeTensor):
             with Left(self._mode):
                 found = self._decisions.settled(args[0])
+                if not found and not self._leaf_stack:
+                    found = self._drawn(args[0])
                 if found:
                     return func(found[0], *args[1:], **kwargs)
         if self._leaf_stack:
@@ -435,6 +447,15 @@ class Trace(TorchFunctionMode):
         if func.__name__ in _TO_NUMPY:
             raise ValueDecidesError(self._data_dependent())
         return self._operation(func, args, kwargs)
+
+    def _drawn(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return one of the values that random numbers give a tensor; no stage may run so."""
+        found = self._decisions.drawn(tensor)
+        if found:
+            owner = self._stack[-1] if self._stack else nn.Module()
+            rates = _settings(owner, self._decisions.numbers(tensor))
+            self.refuse(a_decisive_draw(user_frame(), rates))
+        return found
 
     def _run_or_follow(self, func: Any, args: Any, kwargs: Any, real: bool) -> tuple[Any, bool]:
         """Run a function; if values matter to it, return what it does for the example.
@@ -566,3 +587,15 @@ class Trace(TorchFunctionMode):
     def _data_dependent(self) -> str:
         module = type(self._stack[-1]).__name__ if self._stack else "the model"
         return a_value_decides(module, user_frame())
+
+
+def _settings(module: nn.Module, values: Collection[float]) -> list[str]:
+    """Name what a module's code reads off it, or its configuration, and has one of these values."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    holders = {"": module, "config.": getattr(module, "config", None)}
+    return [
+        f"{prefix}{name} of {type(module).__name__}"
+        for prefix, holder in holders.items()
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, float) and value in values and code and name in code.co_names
+    ]

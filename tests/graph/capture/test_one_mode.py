@@ -1,0 +1,101 @@
+"""A model that can be traced in the mode it is in is traced; the other mode refuses when used."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fxpipe import SplitPoint, TraceError, pipeline
+from tests.parity import assert_parity
+
+
+class LayerDrop(nn.Module):
+    """Skips blocks at random while it trains."""
+
+    def __init__(self, layerdrop=0.3):
+        super().__init__()
+        self.layerdrop = layerdrop
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            skip = torch.rand([]) < self.layerdrop
+            if not self.training or not skip:
+                x = layer(x)
+        return x
+
+
+class TrainsOnly(nn.Module):
+    """Decides by values in evaluation, or fails."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        if not self.training:
+            if self.fault == "raises":
+                raise NotImplementedError("no evaluation")
+            if x.sum() > 0:
+                x = -x
+        return self.layers[1](x)
+
+
+SPEC = {"layers.1": SplitPoint.BEGINNING}
+X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layerdrop_evaluates_and_names_the_rate_in_training(training):
+    model = LayerDrop().train(training)
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+    model.eval()
+
+    assert_parity(model, pipe, (X,))
+    model.train()
+    with pytest.raises(TraceError, match=r"set layerdrop of LayerDrop to 0"):
+        pipe(X)
+
+
+def test_a_rate_of_zero_trains():
+    model = LayerDrop(0.0)
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+
+    assert_parity(model, pipe, (X,))
+
+
+@pytest.mark.parametrize("fault", ["raises", "decides"])
+def test_a_model_that_only_trains_is_traced_in_training(fault):
+    model = TrainsOnly(fault)
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+
+    assert_parity(model, pipe, (X,))
+    model.eval()
+    with pytest.raises(TraceError, match=r"could not be traced in evaluation: .*"):
+        pipe(X)
+
+
+@pytest.mark.parametrize("fault", ["raises", "decides"])
+def test_the_mode_that_the_model_is_in_must_work(fault):
+    with pytest.raises((TraceError, NotImplementedError), match=r"no evaluation|value of a tensor"):
+        pipeline(TrainsOnly(fault).eval(), (X,), split_spec=SPEC)
+
+
+def test_wav2vec2_with_its_default_layerdrop_evaluates():
+    config = transformers.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+        conv_dim=(16, 16), conv_stride=(2, 2), conv_kernel=(3, 3), num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
+    )  # fmt: skip
+    assert config.layerdrop > 0
+    model = transformers.Wav2Vec2ForCTC(config).eval()
+    sound = {"input_values": torch.randn(2, 64)}
+    spec = {"wav2vec2.encoder.layers.1": SplitPoint.BEGINNING}
+    pipe = pipeline(model, (), sound, split_spec=spec)
+
+    assert_parity(model, pipe, (), sound)
+    model.train()
+    with pytest.raises(TraceError, match=r"set config.layerdrop of Wav2Vec2Encoder"):
+        pipe(**sound)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from fxpipe.runtime.stage.deferral import Deferral, can_defer
 from fxpipe.runtime.stage.engine import run_backward
@@ -95,17 +96,21 @@ class _Receive(torch.autograd.Function):
 _apply: Any = _Receive.apply
 
 
-def backward_full(outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None) -> None:
+def backward_full(
+    outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None] | None = None
+) -> None:
     """Run the whole backward. Without `grads` the outputs are scalars, such as losses."""
     roots, seeds = _roots(outputs, grads)
     if roots and seeds is not None:
         run_backward(roots, seeds)
     elif roots:
-        torch.autograd.backward(roots)
+        torch.autograd.backward(roots)  # type: ignore[arg-type]
 
 
 def backward_input(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None, deferral: Deferral
+    outputs: Sequence[Tensor | GradientEdge],
+    grads: Sequence[Tensor | None] | None,
+    deferral: Deferral,
 ) -> None:
     """Run the backward up to the inputs; `deferral` is the one the forward ran in."""
     roots, seeds = _roots(outputs, grads)
@@ -119,14 +124,18 @@ def backward_weight(deferral: Deferral) -> None:
 
 
 def _roots(
-    outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None
-) -> tuple[list[Tensor], list[Tensor] | None]:
+    outputs: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor | None] | None
+) -> tuple[list[Tensor | GradientEdge], list[Tensor] | None]:
     if grads is None:
-        return [output for output in outputs if output.requires_grad], None
-    roots: list[Tensor] = []
+        return [output for output in outputs if _can_grow(output)], None
+    roots: list[Tensor | GradientEdge] = []
     seeds: list[Tensor] = []
     for output, grad in zip(outputs, grads, strict=True):
-        if grad is not None and output.requires_grad:
+        if grad is not None and _can_grow(output):
             roots.append(output)
             seeds.append(grad)
     return roots, seeds
+
+
+def _can_grow(output: Tensor | GradientEdge) -> bool:
+    return isinstance(output, GradientEdge) or output.requires_grad

@@ -114,7 +114,9 @@ class Deferral(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def backward(
-        self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] | None = None
+        self,
+        outputs: Sequence[Tensor | GradientEdge],
+        grads: Sequence[Tensor | None] | None = None,
     ) -> None:
         """Run the backward of `outputs`, leaving the weight gradients for `run`."""
         # Given tensors, the call would come to __torch_function__ and go on with no mode

@@ -94,6 +94,7 @@ class Executor:
         self._slot_of: dict[Value, int] = {}
         self._slots: list[Any] = []
         self._sent: dict[Value, Any] = {}
+        self._proved = _proofs(program, edges, rank)
         self._transfers: list[tuple[bool, Value, int]] = []  # is it a send, what, for which stage
         self._moved = 0  # of these, in this step
         self.bound: list[Run] = [self._with_hooks(action) for action in self._actions]
@@ -204,24 +205,20 @@ class Executor:
             Kind.BACKWARD: runner.backward,
             Kind.BACKWARD_INPUT: runner.backward_input,
         }[kind]
-        moved = (ValueKind.ACTIVATION, ValueKind.GRADIENT)
-        sources = [v for v in reads(action, self._edges) if v.kind in moved]
-        targets = [v for v in writes(action, self._edges) if v.kind in moved]
-        acknowledged = [v for v in sources if v.kind is ValueKind.GRADIENT]
-        return self._bind_compute(compute, microbatch, sources, targets, acknowledged)
+        sources = [v for v in reads(action, self._edges) if v.kind in _MOVED]
+        targets = [v for v in writes(action, self._edges) if v.kind in _MOVED]
+        return self._bind_compute(compute, microbatch, sources, targets)
 
     def _bind_compute(
         self,
         compute: Callable[[int, list[list[torch.Tensor]]], list[list[torch.Tensor]]],
         microbatch: int,
-        sources: Iterable[Value],
+        sources: Sequence[Value],
         targets: Iterable[Value],
-        acknowledged: Iterable[Value],
     ) -> Run:
+        proofs = [sent for value in sources for sent in self._proved.get(value, ())]
         taken = [self._slot(value) for value in sources]
         given = [self._slot(value) for value in targets]
-        # The gradient of an activation proves that its reader has received it.
-        proofs = [Value(ValueKind.ACTIVATION, v.peer, v.stage, microbatch) for v in acknowledged]
         sent, release = self._sent, self._transport.release
 
         def run() -> None:
@@ -259,7 +256,7 @@ class Executor:
             handle = send(peer, self._slots[slot], lane)
             self._moved = moved
             self._slots[slot] = None
-            if handle is not None and value.kind is ValueKind.ACTIVATION:
+            if handle is not None:
                 sent[value] = handle
 
         return run
@@ -351,6 +348,29 @@ def _stepper(executor: Executor) -> Callable[[int, Run], None]:
             spans.append(Span(executor.rank, action, start + executor.waited, time.perf_counter()))
 
     return step
+
+
+_MOVED = (ValueKind.ACTIVATION, ValueKind.GRADIENT)
+
+
+def _proofs(program: Program, edges: Edges, rank: int) -> dict[Value, list[Value]]:
+    """For each message to a rank, those of its own messages that were surely read before.
+
+    Its peer had used them when it sent: so the sent tensors need not be kept any longer.
+    """
+    rank_of = program.placement.stage_to_rank
+    peers = {rank_of[a.peer] for a in program.ranks[rank] if a.peer is not None}
+    proved: dict[Value, list[Value]] = {}
+    for peer in peers:
+        used: list[Value] = []
+        for action in program.ranks[peer]:
+            for part in action.parts or (action,):
+                found = reads(part, edges)
+                if part.kind.is_compute:
+                    used += [v for v in found if v.kind in _MOVED and rank_of[v.stage] == rank]
+                elif part.kind.is_send and rank_of[found[0].peer] == rank:
+                    proved[found[0]], used = used, []
+    return proved
 
 
 def _lane(value: Value) -> int:

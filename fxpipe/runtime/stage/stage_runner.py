@@ -7,6 +7,7 @@ longer. It does not know schedules, ranks or transfers.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.aux_losses import collect_aux_losses
@@ -36,6 +38,7 @@ from fxpipe.torch_inside import pytree
 __all__ = ["StageRunner", "Wiring", "wire"]
 
 Tensors = list[torch.Tensor]
+Root = torch.Tensor | GradientEdge
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Wiring:
 class _Residual:
     """What a forward leaves for its backward."""
 
-    sent: list[torch.Tensor | None]  # those that a gradient can come back for
+    sent: list[Root | None]  # where a gradient can come back
+    objects: list[weakref.ref[torch.Tensor]]
     slots: Slots | None
     term: LossTerm | None
     aux: list[torch.Tensor]
@@ -132,9 +136,10 @@ class StageRunner:
         if aux.terms:
             step.aux.append((microbatch, sum(aux.terms).detach()))  # type: ignore[union-attr]
         if step.is_training:
-            roots = [tensor if tensor.requires_grad else None for tensor in sent]
-            self._check_fresh(microbatch, roots)
-            self._residuals[microbatch] = _Residual(roots, slots, term, aux.terms, deferral)
+            self._check_fresh(microbatch, sent)
+            roots = [_root(tensor) if tensor.requires_grad else None for tensor in sent]
+            refs = [weakref.ref(tensor) for tensor in sent if tensor.requires_grad]
+            self._residuals[microbatch] = _Residual(roots, refs, slots, term, aux.terms, deferral)
         own = [_own(tensor) for tensor in sent]
         return [[own[i] for i in places] for places in wiring.departure]
 
@@ -181,12 +186,13 @@ class StageRunner:
                 self._misfits(sent, wiring.sent)
         return sent
 
-    def _check_fresh(self, microbatch: int, sent: Sequence[torch.Tensor | None]) -> None:
+    def _check_fresh(self, microbatch: int, sent: Tensors) -> None:
         """Two microbatches whose backward is still to come cannot share a tensor."""
-        made = {id(tensor) for tensor in sent if tensor is not None}
+        made = {id(tensor) for tensor in sent if tensor.requires_grad}
         for other, residual in self._residuals.items():
-            for tensor in residual.sent:
-                if id(tensor) in made:
+            for known in residual.objects:
+                tensor = known()
+                if tensor is not None and id(tensor) in made:
                     raise InputError(
                         f"stage {self.stage.stage_index} returned the same tensor object for the "
                         f"microbatches {other} and {microbatch}; in training every microbatch "
@@ -212,7 +218,7 @@ class StageRunner:
         residual = self._residuals.pop(microbatch)
         step, wiring = self._step, self._wiring[microbatch]
         assert step is not None
-        roots: list[torch.Tensor] = list(residual.aux)
+        roots: list[Root] = list(residual.aux)
         seeds: list[torch.Tensor | None] = [
             step.seed(microbatch, term, is_aux=True) for term in residual.aux
         ]
@@ -265,6 +271,14 @@ class StageRunner:
 
 
 def _nothing() -> None: ...
+
+
+def _root(tensor: torch.Tensor) -> Root:
+    """Where the backward of an output starts; the output itself is the next stage's to keep.
+
+    Subclasses are kept: their gradients have to fit what an edge does not know.
+    """
+    return get_gradient_edge(tensor) if type(tensor) is torch.Tensor else tensor
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

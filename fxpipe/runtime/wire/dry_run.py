@@ -68,6 +68,9 @@ class DryTransport:
 
     def release(self, handle: Any) -> None: ...
 
+    def held(self) -> int:
+        return 0
+
     def finish(self) -> None: ...
 
     def abandon(self) -> None: ...

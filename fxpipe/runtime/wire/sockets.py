@@ -107,6 +107,9 @@ class HostTransport:
     def release(self, handle: Any) -> None:
         self._group.release(handle)
 
+    def held(self) -> int:
+        return self._group.held() + sum(wire.held() for wire in self._behind)
+
     def finish(self) -> None:
         self._group.finish()
         while self._behind:
@@ -193,6 +196,9 @@ class _Wire:
         self._behind.add(self)
         if len(parts) > _PARTS:
             self.write()
+
+    def held(self) -> int:
+        return len({id(owner) for owner, _ in self._queue})
 
     def write(self) -> None:
         """Write what the socket takes."""

@@ -4,7 +4,7 @@ Waiting for a message makes the device wait for it; the host goes on at once and
 device. So nothing here waits with a time-out, and nothing raises when a peer is gone. The
 host looks at the transfers instead, without blocking:
 
-* when it posts the next one, to let go of tensors whose send is done;
+* when it posts or awaits the next one, to let go of tensors whose send is done;
 * at the end of a step, until all of them are done. Ranks then confirm the step to
   each other, so a confirmed step is one whose messages have all arrived;
 * in the thread that watches a call: once its deadline is over, the oldest transfer that is not
@@ -46,9 +46,17 @@ class _Transfer:
     def is_done(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
+
+@dataclass(frozen=True, slots=True)
+class _Arriving(_Transfer):
+    """A message on its way to this rank."""
+
+    tidy: Callable[[], None]
+
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
             work.wait()
+        self.tidy()
         return self.tensors
 
 
@@ -82,10 +90,11 @@ class StreamTransport:
     def recv(
         self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
     ) -> Incoming:
+        self._tidy()
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         works = [self._lanes[lane].recv([as_bytes(t)], peer, 0) for t in tensors]
         self._received.append(_Transfer(peer, [], works))
-        return _Transfer(peer, tensors, works)
+        return _Arriving(peer, tensors, works, self._tidy)
 
     def release(self, handle: Any) -> None:
         del handle

@@ -74,6 +74,9 @@ class Transport(Protocol):
 
     def release(self, handle: Any) -> None: ...
 
+    def held(self) -> int:
+        """The number of sent messages whose memory is still kept."""
+
     def finish(self) -> None:
         """Wait until everything sent has been read, or needs this rank no longer."""
 
@@ -136,6 +139,9 @@ class LocalTransport:
 
     def release(self, handle: Any) -> None:
         del handle
+
+    def held(self) -> int:
+        return len(self._channels.messages)
 
     def finish(self) -> None: ...
 
@@ -227,6 +233,9 @@ class GroupTransport:
             self._open.discard(handle)
             for work in handle.works:
                 self.complete(work, handle.peer)
+
+    def held(self) -> int:
+        return len(self._open)
 
     def finish(self) -> None:
         while self._open:

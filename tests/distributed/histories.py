@@ -105,7 +105,12 @@ def _call(rng: random.Random, history: History, in_process: bool) -> Call:
     if chance < 0.45 and name != "clip":
         return replace(call, event=_event(rng, history, name, in_process))
     if chance < 0.6 and name in ODD and not in_process:
-        return replace(call, odd=(rng.randrange(len(history.ranks)), rng.choice(ODD[name])))
+        odd = (rng.randrange(len(history.ranks)), rng.choice(ODD[name]))
+        if odd[1] == "no_target":  # which only the rank of the last stage needs
+            info = SCHEDULES[history.schedules[0]]
+            placement = info.placement(len(history.ranks), history.num_stages)
+            odd = (placement.stage_to_rank[-1], odd[1])
+        return replace(call, odd=odd)
     return call
 
 

@@ -75,3 +75,15 @@ def waiting_is_not_computing(rank: int) -> None:
 
 def test_a_measured_span_begins_when_its_inputs_are_there() -> None:
     run_on_ranks(2, waiting_is_not_computing)
+
+
+def count_exchanges(rank: int) -> tuple[int, int]:
+    made = Schedule1F1B(stages_of(blocks(2), [rank]), 4, loss_fn=mse)
+    made.step(rand(8, 8), target=rand(8, 8, seed=2))
+    first = made._session._control._sequence  # type: ignore[union-attr]
+    made.step(rand(8, 8), target=rand(8, 8, seed=2))
+    return first, made._session._control._sequence - first  # type: ignore[union-attr]
+
+
+def test_a_first_step_exchanges_words_five_times_and_a_later_one_twice() -> None:
+    assert run_on_ranks(2, count_exchanges) == [(5, 2), (5, 2)]

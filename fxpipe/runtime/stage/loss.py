@@ -62,7 +62,7 @@ def _scalar(found: Any) -> torch.Tensor:
         raise InputError(
             f"loss_fn must return a scalar tensor or a pair (sum, weight), but returned {got}"
         )
-    return found.reshape(())
+    return found if found.dim() == 0 else found.reshape(())
 
 
 def own_leaves(total: torch.Tensor, output: Any) -> list[torch.Tensor]:

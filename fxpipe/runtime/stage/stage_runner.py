@@ -167,7 +167,9 @@ class StageRunner:
         step = self._step
         assert step is not None
         if step.keeps_outputs:
-            step.outputs[microbatch] = pytree.tree_map_only(torch.Tensor, _own, output)
+            is_one = isinstance(output, torch.Tensor)
+            kept = _own(output) if is_one else pytree.tree_map_only(torch.Tensor, _own, output)
+            step.outputs[microbatch] = kept
         if step.loss_fn is None or step.targets is None:
             return None
         term = loss_term(

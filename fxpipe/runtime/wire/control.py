@@ -424,6 +424,8 @@ class GroupControl:
         )
 
     def _allgather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [mine]
         try:
             if self._joins_all and self.size <= _FEW:
                 return self._tell_all(mine)

@@ -2,8 +2,7 @@
 
 A dimension is an `int` or a `sympy.Expr` over symbols made by `symbol`, such as
 `batch` or `2*sequence + 1`. A condition is a sympy relational over the same
-symbols. The text form is Python: `text` writes it, `parse` reads it back, and
-`evaluate` computes it, so a plan in JSON and a table for people show the same.
+symbols. The text form is Python: `text` writes it for people, and `evaluate` computes it.
 
 torch's symbolic shapes use their own sympy functions (FloorDiv, Mod, ...);
 `plain` turns those into ordinary sympy, and everything after capture sees only
@@ -12,9 +11,7 @@ ordinary sympy.
 
 from __future__ import annotations
 
-import ast
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -23,7 +20,7 @@ import sympy
 
 from fxpipe.errors import InputError
 
-__all__ = ["Dim", "evaluate", "free_names", "parse", "plain", "solve", "symbol", "text"]
+__all__ = ["Dim", "evaluate", "free_names", "plain", "solve", "symbol", "text"]
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -155,76 +152,6 @@ def _group(expr: Any, name: Callable[[str], str]) -> str:
     written = _write(expr, name)
     simple = expr.is_Symbol or (expr.is_Integer and expr >= 0) or expr.is_Function or expr.is_Pow
     return written if simple else f"({written})"
-
-
-def parse(source: str) -> Any:
-    """Read what `text` wrote: an int, a sympy expression, or a condition.
-
-    Raises:
-        InputError: the text is not an expression of names, numbers and + - * / // % ** max min,
-            or describes a number too large to be a size.
-    """
-    try:
-        result = _read(ast.parse(source, mode="eval").body)
-    except (SyntaxError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
-        raise InputError(f"cannot read {source!r} as a size or condition") from error
-    return int(result) if isinstance(result, sympy.Integer) else result
-
-
-_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: lambda a, b: sympy.floor(a / b),
-    ast.Mod: sympy.Mod,
-    ast.Pow: lambda a, b: _power(a, b),
-}
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: sympy.Eq,
-    ast.NotEq: sympy.Ne,
-    ast.Lt: sympy.Lt,
-    ast.LtE: sympy.Le,
-    ast.Gt: sympy.Gt,
-    ast.GtE: sympy.Ge,
-}
-_CALLS: dict[str, Callable[..., Any]] = {
-    "max": sympy.Max,
-    "min": sympy.Min,
-    "ceil_div": lambda a, b: sympy.ceiling(a / b),
-}
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    """A power, unless it is a number beyond all sizes: files may hold 9**9**9."""
-    if exponent.is_number:
-        bits = math.log2(max(abs(float(base)), 1.0)) if base.is_number else 1.0
-        if abs(exponent) * bits > 1000:
-            raise ValueError("the power is too large")
-    return base**exponent
-
-
-def _read(tree: ast.expr) -> Any:
-    match tree:
-        case ast.Constant(value=bool() | int() | float() as value):
-            return sympy.sympify(value)
-        case ast.Name(id=name):
-            return symbol(name)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_read(operand)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return sympy.Not(_read(operand))
-        case ast.BinOp(left=left, op=op, right=right):
-            return _BINARY[type(op)](_read(left), _read(right))
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            return _COMPARE[type(op)](_read(left), _read(right))
-        case ast.BoolOp(op=ast.And(), values=values):
-            return sympy.And(*map(_read, values))
-        case ast.BoolOp(op=ast.Or(), values=values):
-            return sympy.Or(*map(_read, values))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]):
-            return _CALLS[name](*map(_read, args))
-    raise TypeError(ast.dump(tree))
 
 
 def plain(expr: Any, names: Mapping[Any, sympy.Expr] | None = None) -> Any:

@@ -1,34 +1,32 @@
-"""A split model without its modules: what ranks compare, and what is saved.
+"""A split model without its modules: what ranks compare before they run.
 
 `PipeInfo` holds where the model is cut, the interface of every stage and the inputs of the
-traced call. It saves as JSON (see `planfile`), so that ranks can agree on one plan and a
-later run cuts the same way without looking for the best cut again:
+traced call. Where it is cut can be saved, so that a later run cuts the same way without
+looking for the best cut again:
 
-    pipe.info().save("plan.json")
-    saved = PipeInfo.load("plan.json")
-    pipe = pipeline(model, args, split_policy=saved.policy)
+    pipe.info().save("split.json")
+    pipe = pipeline(model, args, split_policy=PipeInfo.load("split.json"))
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 
-from fxpipe.errors import InputError, SplitError
-from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.check.report import CheckReport
-from fxpipe.graph.cut.cut import Assignment
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.dims import text
 from fxpipe.graph.inputs import InputSignature, InputSize
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied
+from fxpipe.graph.saved_split import SavedSplit
 
-__all__ = ["PipeInfo", "SavedSplit"]
+__all__ = ["PipeInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,13 @@ class PipeInfo:
 
     @property
     def hash(self) -> str:
-        """A hash that is equal on all ranks if and only if the plans are."""
-        from fxpipe.graph.saved_split import written
-
-        return hashlib.sha256(written(self, strict=False).encode()).hexdigest()[:16]
+        """A hash that is equal on all ranks if and only if their splits are."""
+        return hashlib.sha256(_canonical(self).encode()).hexdigest()[:16]
 
     @property
     def policy(self) -> SavedSplit:
-        """A policy for `pipeline(..., split_policy=...)` that cuts as this plan does."""
-        return SavedSplit(self.opened, dict(self.stage_of))
+        """A policy for `pipeline(..., split_policy=...)` that cuts as this split does."""
+        return SavedSplit(self.opened, dict(self.stage_of), self.hash)
 
     def name_inputs(
         self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None, *, partial: bool = False
@@ -99,71 +95,35 @@ class PipeInfo:
         """
         return self.inputs.bind(self.name_inputs(args, kwargs))
 
-    def to_json(self) -> str:
-        """Write the plan as JSON.
-
-        Raises:
-            InputError: the traced call had an input with no JSON form.
-        """
-        from fxpipe.graph.saved_split import written
-
-        return written(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> PipeInfo:
-        """Read what `to_json` wrote.
-
-        Raises:
-            InputError: the text is not such a plan.
-        """
-        from fxpipe.graph.saved_split import read
-
-        return read(text)
-
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write the plan to a JSON file."""
-        where = Path(path)
-        where.write_text(self.to_json() + "\n", encoding="utf-8")
-        return where
+        """Write where the model is cut to a JSON file."""
+        return self.policy.save(path)
 
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> PipeInfo:
-        """Read a plan from a JSON file; see `from_json`."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot read the plan {str(path)!r}: {error}") from error
-        return cls.from_json(text)
-
-
-@dataclass(frozen=True)
-class SavedSplit:
-    """A split policy that repeats a cut; `opened` tells `pipeline` what to open."""
-
-    opened: frozenset[str]
-    stage_of: Mapping[str, int]
-
-    def __call__(self, traced: TracedGraph) -> Assignment:
-        """Assign the nodes of a graph to the stages they had.
+    @staticmethod
+    def load(path: str | PathLike[str]) -> SavedSplit:
+        """Read what `save` wrote: a policy for `pipeline(..., split_policy=...)`.
 
         Raises:
-            SplitError: the graph is not that of the plan.
+            InputError: there is no such file, or it holds something else.
         """
-        names = {node.name for node in traced.graph.nodes}
-        gone = sorted(set(self.stage_of) - names)
-        needed = [n.name for n in work_nodes(traced) if not traced.facts[n].is_part]
-        new = [name for name in needed if name not in self.stage_of]
-        if new or gone:
-            lines = [f"  not in the plan: {_some(new)}"] if new else []
-            lines += [f"  only in the plan: {_some(gone)}"] if gone else []
-            raise SplitError(
-                "the saved plan was made for another model, or for other inputs:\n"
-                + "\n".join(lines)
-                + "\nsplit the model anew and save that plan"
-            )
-        return Assignment(dict(self.stage_of))
+        return SavedSplit.load(path)
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def _canonical(value: object) -> str:
+    """Write a value so that equal ones are equal texts in every process."""
+    if isinstance(value, sympy.Basic):
+        return text(value)
+    if isinstance(value, InputSize):  # its reason names a place in a file
+        value = (value.input, value.dim, value.size)
+    if is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, f.name) for f in fields(value) if f.compare]
+        return f"{type(value).__name__}{_canonical(compared)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{k!r}: {_canonical(v)}' for k, v in value.items()))}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_canonical, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_canonical, value)))}}}"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(value)
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"  # as much as ranks can compare

@@ -32,6 +32,7 @@ try:
     )
     from torch.autograd.graph import _engine_run_backward as run_engine
     from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode
 except ImportError as error:
@@ -46,9 +47,9 @@ __all__ = [
     "BUFFERS", "CHECKPOINT_ENTRY", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD", "HOOKS", "MODULES",
     "PARAMETERS", "VERSION_COUNTER", "VMAP_ENTRY", "WRAPPED",
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
-    "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings", "backend_object",
-    "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",  "children_of",
-    "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
+    "IncompatibleKeys", "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings",
+    "backend_object", "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",
+    "children_of", "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
     "finish_sharded_backward", "floor_div", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "has_run_sharded", "hook_takes_kwargs", "is_compiled", "is_view",

@@ -35,6 +35,7 @@ PRIVATE: dict[str, str] = {
     "torch.autograd.forward_ad._current_level": "a backward is not split in forward mode",
     "torch.autograd.graph._engine_run_backward": "a backward without the questions around it",
     "torch.nn.modules.batchnorm._NormBase": "modules that change their buffers in a forward",
+    "torch.nn.modules.module._IncompatibleKeys": "what load_state_dict returns",
     "torch.nn.modules.module._has_any_global_hook": "hooks on all modules are warned of",
     "torch.nn.Module._compiled_call_impl": "set by Module.compile(): such a module is one block",
     "torch.nn.Module()._parameters": "a module's own parameters, without those of its children",

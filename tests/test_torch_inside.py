@@ -15,7 +15,11 @@ HOME = ROOT / "torch_inside.py"
 # Private names that are documented, of Python itself.
 OF_PYTHON = {"_fields", "_getframe", "_make", "_replace", "_value_"}
 # Private names of ours that another module of ours uses.
-FRIENDS = {("runtime/agree/inputs.py", "_items"), ("graph/check/blame.py", "_target")}
+FRIENDS = {
+    ("compat.py", "_PipelineStageBase"),
+    ("graph/check/blame.py", "_target"),
+    ("runtime/agree/inputs.py", "_items"),
+}
 
 
 def is_private(name: str) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.fx
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from fxpipe.graph.interface import StageInterface
+from fxpipe.torch_inside import IncompatibleKeys
 
 __all__ = ["graph_of_stages", "load_parts", "merged_state"]
 
@@ -54,7 +54,7 @@ def load_parts(
     for part, known in zip(modules, names, strict=True):
         mine = {name: value for name, value in state.items() if name in known}
         part.load_state_dict(mine, strict=strict, assign=assign)
-    return _IncompatibleKeys(missing, unexpected)
+    return IncompatibleKeys(missing, unexpected)
 
 
 def graph_of_stages(interfaces: Sequence[StageInterface]) -> torch.fx.Graph:

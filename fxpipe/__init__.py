@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fxpipe.graph.aux_losses import aux_loss, collect_aux_losses
     from fxpipe.graph.markers import SplitPoint, pipe_split
     from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
+    from fxpipe.liveness import (
+        PipelineActivationLiveness,
+        analyze_pipeline_activation_liveness,
+    )
     from fxpipe.microbatch import (
         Microbatches,
         Replicate,
@@ -66,7 +70,7 @@ if TYPE_CHECKING:
         ScheduleZBVZeroBubble,
         get_schedule_class,
     )
-    from fxpipe.stage import PipelineStage, build_stage
+    from fxpipe.stage import PipelineStage, PipelineStageInfo, build_stage
 
 __version__ = "0.1.0"
 
@@ -80,6 +84,7 @@ _HOMES = {
     "graph.aux_losses": "aux_loss collect_aux_losses",
     "graph.markers": "SplitPoint pipe_split",
     "graph.pipe": "Pipe PipeInfo pipeline",
+    "liveness": "PipelineActivationLiveness analyze_pipeline_activation_liveness",
     "microbatch": "Microbatches Replicate TensorChunkSpec merge_chunks "
     "split_args_kwargs_into_chunks",
     "planner.cost.hardware": "Hardware",
@@ -93,7 +98,7 @@ _HOMES = {
     "runtime.wire.local_group": "LocalGroup",
     "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
     "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),
-    "stage": "PipelineStage build_stage",
+    "stage": "PipelineStage PipelineStageInfo build_stage",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PACKAGES = ("errors", "graph", "microbatch", "program", "runtime", "schedules", "stage", "viz")
@@ -122,9 +127,11 @@ __all__ = [
     "Microbatches",
     "Pipe",
     "PipeInfo",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "PipelineStageInfo",
     "PipeliningShapeError",
     "Plan",
     "PlanError",
@@ -151,6 +158,7 @@ __all__ = [
     "TensorChunkSpec",
     "TraceError",
     "__version__",
+    "analyze_pipeline_activation_liveness",
     "auto_split",
     "aux_loss",
     "build_stage",

@@ -36,7 +36,8 @@ ALLOWED = {
     "chunk_calls": MATTER | {"runtime"},
     "stage": MATTER | {"planner", "viz", "runtime", "chunk_calls"},
     "schedules": MATTER | {"planner", "viz", "runtime", "chunk_calls", "stage"},
-    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules"},
+    "liveness": MATTER,
+    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules", "liveness"},
     "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
     "__main__": {"cli"},
 }

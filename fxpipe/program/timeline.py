@@ -109,7 +109,9 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the most bytes it ever holds."""
+        """For each rank, the most bytes it ever holds; empty if memory was not measured."""
+        if not any(self.memory):
+            return ()
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:

@@ -20,6 +20,7 @@ from fxpipe.runtime.agree.arguments import (
     action_kind,
     count_microbatches,
     count_ranks,
+    floating_dtype,
     measured_timeline,
     running_stages,
     stage_list,
@@ -50,6 +51,8 @@ class Schedule:
         timeout: seconds after which a rank that waits gives up and says for whom;
             default 1800, or the environment variable FXPIPE_TIMEOUT.
         receives: "early" posts receives when the sender sends, "late" just before use.
+        boundary_dtype: what wider floating-point values travel as between ranks, such as
+            torch.bfloat16: half the bytes, and gradients rounded accordingly.
         max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
         tied: parameters that hand-written stages share, as lists of (stage, name).
     """
@@ -68,6 +71,7 @@ class Schedule:
         *,
         timeout: float | None = None,
         receives: str = "early",
+        boundary_dtype: torch.dtype | None = None,
         max_unsharded: int = 3,
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
@@ -83,6 +87,7 @@ class Schedule:
             scale_grads=scale_grads,
             timeout=timeout_seconds(timeout),
             receives=receives,
+            boundary_dtype=floating_dtype(boundary_dtype),
             max_unsharded=max_unsharded,
             tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan, plan
     from fxpipe.planner.search.auto_split import auto_split
     from fxpipe.planner.search.profile import profile
-    from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fxpipe.runtime.wire.local_group import LocalGroup
     from fxpipe.schedules import (
         PipelineScheduleMulti,
@@ -71,6 +70,11 @@ if TYPE_CHECKING:
         get_schedule_class,
     )
     from fxpipe.stage import PipelineStage, PipelineStageInfo, build_stage
+    from fxpipe.training.checkpoint import load_checkpoint, save_checkpoint
+    from fxpipe.training.generate import generate
+    from fxpipe.training.pipeline import Pipeline, ProgressBar, causal_lm_loss
+    from fxpipe.training.scaler import GradScaler
+    from fxpipe.training.weights import load_weights, materialize, save_weights
 
 __version__ = "0.1.0"
 
@@ -94,11 +98,15 @@ _HOMES = {
     "planner.plan": "Plan plan",
     "planner.search.auto_split": "auto_split",
     "planner.search.profile": "profile",
-    "runtime.checkpoint": "load_checkpoint save_checkpoint",
     "runtime.wire.local_group": "LocalGroup",
     "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
     "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),
     "stage": "PipelineStage PipelineStageInfo build_stage",
+    "training.generate": "generate",
+    "training.pipeline": "Pipeline ProgressBar causal_lm_loss",
+    "training.checkpoint": "load_checkpoint save_checkpoint",
+    "training.scaler": "GradScaler",
+    "training.weights": "load_weights materialize save_weights",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PACKAGES = ("errors", "graph", "microbatch", "program", "runtime", "schedules", "stage", "viz")
@@ -121,12 +129,14 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "FxpipeError",
+    "GradScaler",
     "Hardware",
     "InputError",
     "LocalGroup",
     "Microbatches",
     "Pipe",
     "PipeInfo",
+    "Pipeline",
     "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
@@ -136,6 +146,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Profile",
+    "ProgressBar",
     "RemoteStageError",
     "Replicate",
     "Schedule1F1B",
@@ -162,10 +173,14 @@ __all__ = [
     "auto_split",
     "aux_loss",
     "build_stage",
+    "causal_lm_loss",
     "collect_aux_losses",
+    "generate",
     "get_schedule_class",
     "improve",
     "load_checkpoint",
+    "load_weights",
+    "materialize",
     "merge_chunks",
     "partition",
     "pipe_split",
@@ -173,6 +188,7 @@ __all__ = [
     "plan",
     "profile",
     "save_checkpoint",
+    "save_weights",
     "split_args_kwargs_into_chunks",
 ]
 __all__ += [name for name in _HOME_OF if name not in __all__]

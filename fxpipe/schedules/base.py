@@ -29,6 +29,7 @@ from fxpipe.runtime.agree.arguments import (
 from fxpipe.runtime.agree.request import Call, Options
 from fxpipe.runtime.norms import clip
 from fxpipe.runtime.session import Session
+from fxpipe.runtime.share import share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.stage import PipelineStage
@@ -207,6 +208,30 @@ class Schedule:
         with torch.no_grad():
             return self._run(Call(False, args, kwargs, target, loss_kwargs or {}, *more))
 
+    @property
+    def grad_scale(self) -> float:
+        """A factor of the gradients of the following steps, but not of the reported loss.
+
+        For accumulation and gradient scalers. Set the same on every rank.
+        """
+        return self._session.grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, factor: float) -> None:
+        self._session.grad_scale = float(factor)
+
+    def shared_loss(self) -> torch.Tensor:
+        """The loss of the latest call, on every rank. Call it on every rank.
+
+        One small exchange; on an accelerator it waits for the loss to be computed.
+        """
+        found = self.share("shared_loss", None if self.loss is None else float(self.loss))
+        return torch.tensor(found) if self.loss is None else self.loss
+
+    def share(self, call: str, value: Any, *, default: Any = ...) -> Any:
+        """What the rank that knows it says, on every rank. Call it on every rank."""
+        return share(self._session, call, value, default)
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -225,6 +250,13 @@ class Schedule:
     def after(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` after every action of a kind."""
         self._hooks.after.setdefault(action_kind(kind), []).append(callback)
+        self._hooks.version += 1
+
+    def remove_hook(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
+        """Take back what `before` or `after` was given."""
+        key = action_kind(kind)
+        for hooks in (self._hooks.before, self._hooks.after):
+            hooks[key] = [hook for hook in hooks.get(key, []) if hook != callback]
         self._hooks.version += 1
 
     def replace(self, kind: str | Kind, function: Callable[[ActionContext], None]) -> None:

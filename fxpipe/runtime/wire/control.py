@@ -54,7 +54,10 @@ from fxpipe.torch_inside import default_store
 
 __all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "agree", "control_of"]
 
-CALLS = ("nothing", "step", "eval", "clip_grad_norm_")
+CALLS = (
+    *("nothing", "step", "eval", "clip_grad_norm_"),
+    *("save_checkpoint", "load_checkpoint", "save_weights", "shared_loss", "generate", "scaler"),
+)
 """What all ranks must call together. The place of a name is its number in messages."""
 
 _LOG = logging.getLogger(__name__)

@@ -1,11 +1,20 @@
-"""Go through the arguments of a graph node: tuples, lists, dicts and slices of anything."""
+"""Make graphs, and go through the arguments of their nodes: nested tuples, lists, dicts, slices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["leaves_of", "map_arguments", "map_pairs"]
+from torch import fx
+
+__all__ = ["leaves_of", "map_arguments", "map_pairs", "new_graph"]
+
+
+def new_graph() -> fx.Graph:
+    """Return an empty graph, none of whose nodes will be called `self`."""
+    graph = fx.Graph()
+    graph.erase_node(graph.placeholder("self"))
+    return graph
 
 
 def map_arguments(change: Callable[[Any], Any], args: Any) -> Any:

@@ -451,10 +451,8 @@ class Rank:
 
     def do_save(self, call: Call, record: Record) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            shared = [folder]
-            dist.broadcast_object_list(shared)
-            save_checkpoint(shared[0], self.stages)
-            load_checkpoint(shared[0], self.stages)
+            save_checkpoint(folder, self.stages)
+            load_checkpoint(folder, self.stages)
 
     def do_hook(self, call: Call, record: Record) -> None:
         index = call.number % self.history.num_stages

@@ -32,6 +32,7 @@ from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.graph_calls import Refusal
 from fxpipe.graph.record.leaf_runs import DATA_DEPENDENT
 from fxpipe.graph.record.messages import a_value_decides
+from fxpipe.graph.sandbox.places import Places
 from fxpipe.graph.sizes.dynamic_shapes import Wishes, read_wishes
 from fxpipe.graph.source_line import failing_frame
 
@@ -88,7 +89,7 @@ def capture_for(
     """
     call = (tuple(args), dict(kwargs or {}))
     named = name_call(parameters_of(module), *call)
-    task = Task(module, call, named, splits or {})
+    task = Task(module, call, named, splits or {}, Places(module))
     settings = Settings(frozenset(opened), read_wishes(dynamic_shapes, module, call, named))
     try:
         return _first_use(use, task, settings)
@@ -106,7 +107,7 @@ def _first_use(use: Callable[[TracedGraph], Used], task: Task, settings: Setting
     except Exception as error:
         if not task.other_mode:
             raise
-        reason = str(_explained(task.other_mode[0], task.module)).strip()
+        reason = str(_explained(task.other_mode[0], task)).strip()
         why = "in the mode that the model is in, since the other cannot be captured"
         alone = dataclasses.replace(settings, why_one_mode=reason, why=why)
         try:
@@ -135,7 +136,7 @@ def _use_in_modes(use: Callable[[TracedGraph], Used], task: Task, settings: Sett
         except UnknownSizeError as error:
             first = first or error
     assert first is not None
-    found = _explained(first, task.module)
+    found = _explained(first, task)
     raise found from found.__cause__
 
 
@@ -143,18 +144,21 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def _explained(error: Exception, module: nn.Module) -> Exception:
-    """Say where an error of another kind arose; torch's own tracing errors become ours."""
+def _explained(error: Exception, task: Task) -> Exception:
+    """Say where an error of another kind arose; one that the model does not raise is ours."""
     if isinstance(error, FxpipeError):
         return error
+    module = task.module
     place = failing_frame(error)
     where = f"\n  {place}\n    {place.source}" if place is not None else ""
     text = (
         f"{type(module).__name__} was captured on tensors without data{where}\n"
         "if it runs with these inputs, keep this code inside a submodule that is not split"
     )
-    if type(error).__module__.startswith("torch."):
-        made = TraceError(f"{_first_line(error)}\n{text}")
+    is_torchs = type(error).__module__.startswith("torch.")
+    if is_torchs or task.runs_plainly():
+        kind = "" if is_torchs else f"{type(error).__name__}: "
+        made = TraceError(f"{kind}{_first_line(error)}\n{text}")
         made.__cause__ = error
         return made
     error.add_note(text)

@@ -31,9 +31,11 @@ from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
-from fxpipe.graph.sandbox.restore import preserved
+from fxpipe.graph.sandbox.places import Places
+from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.graph.sizes.dynamic_shapes import Wishes
 from fxpipe.graph.sizes.symbols import Sizes
+from fxpipe.torch_inside import FakeTensor, local_tensor
 
 __all__ = ["OtherSettings", "Settings", "Task", "run_once"]
 
@@ -49,8 +51,28 @@ class Task:
     call: tuple[tuple[Any, ...], dict[str, Any]]
     named: Mapping[str, Any]
     splits: Mapping[str, SplitPoint]
+    places: Places
     runs: list[str] = dataclasses.field(default_factory=list)
     other_mode: list[Exception] = dataclasses.field(default_factory=list)
+
+    def runs_plainly(self) -> bool:
+        """Say whether the model runs with the example inputs, if they and it have data."""
+        module = self.module
+        tensors = [leaf for _, leaf in walk(self.call) if isinstance(leaf, torch.Tensor)]
+        tensors += [*module.parameters(), *module.buffers()]
+        if any(t.is_meta or isinstance(t, FakeTensor) or local_tensor(t) is not t for t in tensors):
+            return False
+        with preserved(module, places=self.places), preserved_values(module), torch.no_grad():
+            try:
+                args, kwargs = map_leaves(_cloned, self.call)
+                module(*args, **kwargs)
+            except Exception:
+                return False
+        return True
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +118,7 @@ def run_once(
     mode = fake_mode()
     sizes = Sizes(mode, settings.wishes.dims)
     with ExitStack() as stack:
-        stack.enter_context(preserved(module))
+        stack.enter_context(preserved(module, places=task.places))
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

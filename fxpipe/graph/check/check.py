@@ -86,21 +86,24 @@ def check_runs(
     reason = why_not(subject.module, call, budget)
     if reason:
         return not_checked(reason)
-    return _Check(subject, budget, progress or (lambda name: None)).run(variants)
+    return _Check(subject, call, budget, progress or (lambda name: None)).run(variants)
 
 
 class _Check:
-    def __init__(self, subject: Checkable, budget: Budget, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self, subject: Checkable, call: Call, budget: Budget, progress: Callable[[str], None]
+    ) -> None:
         self._subject = subject
         self._begun = time.perf_counter()
         self._budget = budget
-        self._runs = Subject(subject.module, subject.stages)
+        self._runs = Subject(subject.module, subject.stages, call)
         self._start = self._runs.clock()
         self._progress = progress
         self._equal: list[str] = []
         self._refused: list[str] = []
         self._left_out: list[str] = []
         self._noted: dict[str, None] = {}
+        self._refusal: FxpipeError | None = None
         self._longest = 0.0
 
     def run(self, variants: Iterable[list[Variant]]) -> CheckReport:
@@ -110,6 +113,8 @@ class _Check:
             self._first_that_runs(alternatives)
             if not self._equal and not self._refused:
                 break  # the plain model does not run the example itself
+        if self._refusal is not None and not self._equal:
+            raise self._refusal  # it would never run
         return CheckReport(
             tuple(self._equal),
             tuple(self._refused),
@@ -149,6 +154,7 @@ class _Check:
                 raise TraceError(self._text(variant, self._lenient(plain.error), None))
             return f"{variant.name} (the plain model fails: {_first_line(plain.error)})"
         if isinstance(pipe.error, FxpipeError):
+            self._refusal = self._refusal or pipe.error
             return f"!{variant.name}: {_first_line(pipe.error)}"
         if pipe.error is not None:
             text = f"the stages fail where the model runs: {_first_line(pipe.error)}"

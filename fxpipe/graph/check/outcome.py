@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.nested import (
     branch,
-    closed_over,
     contents,
     map_leaves,
     mutable_parts,
@@ -35,6 +34,7 @@ from fxpipe.graph.nested import (
     walk,
 )
 from fxpipe.graph.record.state_writes import SET_ONCE
+from fxpipe.graph.sandbox.places import Places
 from fxpipe.graph.sandbox.restore import preserved
 from fxpipe.torch_inside import (
     BUFFERS,
@@ -63,8 +63,9 @@ class Outcome:
 class Subject:
     """A model and its stages, to run either of them without leaving a trace."""
 
-    def __init__(self, module: nn.Module, stages: Sequence[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, stages: Sequence[nn.Module], example: Call) -> None:
         self.module = module
+        self._example = example
         # On a busy machine the time of the clock says little about a model on the CPU.
         on_cpu = all(tensor.device.type == "cpu" for tensor in module.parameters())
         self.clock = time.thread_time if on_cpu else time.perf_counter
@@ -75,7 +76,7 @@ class Subject:
         self._staged = _parts(stages)
         self._state = {**_tensors(self._staged), **_tensors(self._own)}
         self._saved = {id(t): t.detach().clone() for t in self._state.values()}
-        self._heard = _heard_by_hooks(self._all)
+        self._places = Places(self._all)
         self._before = {name: _attributes(part) for name, part in self._own}
 
     def run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
@@ -89,8 +90,7 @@ class Subject:
     def _run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
         outcome = Outcome()
         with ExitStack() as stack:
-            stack.enter_context(preserved(self._all))
-            stack.enter_context(_kept_contents(self._heard))
+            stack.enter_context(preserved(self._all, places=self._places))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(torch.inference_mode(False))
@@ -99,6 +99,8 @@ class Subject:
                 for part in self._all.modules():
                     part.training = variant.training
             args, kwargs = _copied(variant.call())
+            if variant.is_second:
+                self._run_first(what)
             calls: list[str] = []
             watch = _Kernels(calls) if variant.watches_kernels else nullcontext()
             _seed()
@@ -117,10 +119,17 @@ class Subject:
             outcome.items.update(gradients)
             outcome.items.update(_input_items((args, kwargs)))
             outcome.items.update(self._changed_state(self.module is what))
-            outcome.items.update(self._changed_attributes())
+            if not variant.is_second:  # by then a cache may hold more than stages need
+                outcome.items.update(self._changed_attributes())
             if variant.watches_kernels:
-                outcome.items[KERNELS] = calls
+                outcome.items[KERNELS] = sorted(calls)
         return outcome
+
+    def _run_first(self, what: Callable[..., Any]) -> None:
+        """Run the example, so that the next run finds what a run leaves behind."""
+        args, kwargs = _copied(self._example)
+        with suppress(Exception):
+            what(*args, **kwargs)
 
     def _gradients(self, output: Any, call: Call) -> dict[str, Any]:
         total = _weighted_sum(output)
@@ -196,37 +205,6 @@ def _tensors(parts: Sequence[tuple[str, nn.Module]]) -> dict[str, torch.Tensor]:
         for key, tensor in held.items()
         if tensor is not None
     }
-
-
-def _heard_by_hooks(module: nn.Module) -> list[Any]:
-    """The lists, dicts and sets that the user's hooks close over: they collect there."""
-    hooks = [
-        hook
-        for part in module.modules()
-        for key, held in vars(part).items()
-        if key.endswith("_hooks") and isinstance(held, dict)
-        for hook in held.values()
-    ]
-    found: list[Any] = []
-    for hook in hooks:
-        owner = getattr(hook, "__self__", None)
-        inside = [
-            *closed_over(getattr(hook, "__func__", hook)),
-            *getattr(owner or hook, "__dict__", {}).values(),
-        ]
-        found += [value for value in inside if type(value) in (list, dict, set)]
-    return found
-
-
-@contextmanager
-def _kept_contents(containers: Sequence[Any]) -> Iterator[None]:
-    held = [value.copy() for value in containers]
-    try:
-        yield
-    finally:
-        for value, content in zip(containers, held, strict=True):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _copied(call: Call) -> Call:

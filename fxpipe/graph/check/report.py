@@ -27,7 +27,7 @@ class CheckReport:
 
     `refused` are runs that the pipe refuses with an error of its own, although the plain
     model runs; `left_out` is what was not compared, and why; `noted` is what differs
-    although all values are equal, such as another attention kernel.
+    although all values are equal: random numbers of Python or numpy.
     """
 
     equal: tuple[str, ...] = ()

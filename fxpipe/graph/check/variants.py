@@ -11,7 +11,7 @@ plain model does not run (a longer sequence than it has positions for).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Variant:
     gradients: bool
     must_fail: bool = False
     watches_kernels: bool = False
+    is_second: bool = False  # what the run before it left behind is there
 
 
 def few_variants(
@@ -67,6 +68,12 @@ def few_variants(
         *(make.variant(sizes, hints, other, True, modes[other]) for sizes in small),
         make.variant({}, hints, other, True, modes[other]),
     ]
+    yield [_second(make.variant(sizes, hints, None, False)) for sizes in (*small, *sized, {})]
+
+
+def _second(variant: Variant) -> Variant:
+    name = variant.name.removesuffix(", no gradients")
+    return replace(variant, name=f"a second call, {name}", is_second=True)
 
 
 def all_variants(
@@ -87,6 +94,8 @@ def all_variants(
                 for gradients in (True, False):
                     yield [make.variant(size, hints, mode, gradients, name, values=values)]
     yield [make.variant({}, hints, None, True, "gradients of all inputs", all_inputs=True)]
+    for size in unique:
+        yield [_second(make.variant(size, hints, None, False))]
 
 
 Change = Callable[[int, bool], list[int]]

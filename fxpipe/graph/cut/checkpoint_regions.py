@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from fxpipe.graph.arguments import new_graph
 from fxpipe.graph.facts import Facts, Region
 from fxpipe.graph.record.graph_calls import GraphCall, after, given
 
@@ -72,7 +73,7 @@ class _Writer:
     """Copies a graph, region by region."""
 
     def __init__(self, facts: Facts, depth: int) -> None:
-        self.graph = fx.Graph()
+        self.graph = new_graph()
         self._facts = facts
         self._depth = depth
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -110,7 +111,7 @@ class _Body:
     """The graph of a region; everything from outside, modules too, is an input."""
 
     def __init__(self, get_module: Callable[[str], fx.Node]) -> None:
-        self._graph = fx.Graph()
+        self._graph = new_graph()
         self._start = self._graph.create_node("call_function", _start, (), {})
         self._get_module = get_module
         self._modules: dict[str, fx.Node] = {}

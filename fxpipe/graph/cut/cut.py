@@ -24,7 +24,7 @@ from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
 from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.record.graph_calls import AgreedPart, Hooked, Kept
+from fxpipe.graph.record.graph_calls import AgreedPart, Hooked, Kept, Observed
 from fxpipe.graph.source_line import Place
 
 __all__ = ["Assignment", "by_markers", "cut"]
@@ -136,9 +136,9 @@ def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, i
         if traced.facts[node].draws:
             latest = max(latest, stage_of[node.name])
     for node in work_nodes(traced):
-        if isinstance(node.target, (Hooked, Kept, AgreedPart)):
-            home = _maker(traced, node.all_input_nodes[0])
-            stage_of[node.name] = stage_of.get(home.name, 0)
+        if isinstance(node.target, (Hooked, Kept, AgreedPart, Observed)):
+            makers = [_maker(traced, source) for source in node.all_input_nodes]
+            stage_of[node.name] = max((stage_of.get(m.name, 0) for m in makers), default=0)
     return stage_of
 
 

@@ -8,8 +8,10 @@ have exactly the keys of the model's.
 
 from __future__ import annotations
 
+import copy
+import keyword
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -19,11 +21,13 @@ from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.stage_writer import StageGraph
 from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.interface import Tied
-from fxpipe.graph.sandbox.patches import user_hooks
 from fxpipe.graph.source_line import user_depth
 from fxpipe.torch_inside import (
     BUFFERS,
+    MODULES,
     PARAMETERS,
+    backward_hooks,
+    backward_pre_hooks,
     buffers_of,
     children_of,
     has_global_hooks,
@@ -33,16 +37,52 @@ from fxpipe.torch_inside import (
 
 __all__ = ["StageModule", "build_modules", "find_tied"]
 
+_HOMES = (MODULES, PARAMETERS, BUFFERS)
+
 
 class StageModule(fx.GraphModule):
     """One stage: an fx graph over the user's own submodules."""
 
-    def __init__(self, index: int, graph: fx.Graph) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__(nn.Module(), fx.Graph(), f"Stage{index}")
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Take the graph, once all that it calls is there."""
+        _spell_names(self, graph)
+        held = [(place, dict(place)) for place in map(vars(self).__getitem__, _HOMES)]
+        for place, _ in held:
+            place.clear()  # or what is called `graph` there would be in the way
         self.graph = graph
+        for place, content in held:
+            place.update(content)
         # fx keeps a way back from the graph to the module; without it a stage that is
         # no longer needed is freed at once, not at the next garbage collection.
         graph.owning_module = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
+        made: StageModule = type(self).__new__(type(self))
+        memo[id(self)] = made
+        state = {name: value for name, value in vars(self).items() if name != "_graph"}
+        vars(made).update(copy.deepcopy(state, memo))
+        made.finish(copy.deepcopy(self.graph, memo))
+        return made
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """Return a module of the stage, also one that is called `graph` or `code`."""
+        found = _part(self, target)
+        if found is None:
+            raise AttributeError(f"the stage has no module {target!r}")
+        return found
+
+
+class _Renaming:
+    """Called before a stage: gives inputs names that generated code can have."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = dict(names)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return args, {self._names.get(name, name): value for name, value in kwargs.items()}
 
 
 def build_modules(traced: TracedGraph, stages: Sequence[StageGraph]) -> tuple[StageModule, ...]:
@@ -52,7 +92,7 @@ def build_modules(traced: TracedGraph, stages: Sequence[StageGraph]) -> tuple[St
     built = []
     guards = [StageGuard(traced.world) for _ in stages]
     for index, stage in enumerate(stages):
-        made = StageModule(index, stage.graph)
+        made = StageModule(index)
         for name in stage.modules:
             _set_module(made, name, module.get_submodule(name))
         for name in stage.tensors:
@@ -69,10 +109,11 @@ def build_modules(traced: TracedGraph, stages: Sequence[StageGraph]) -> tuple[St
         holders = {name: made.get_submodule(name) for name in flags}
         guard.modes(holders, traced.modes, traced.why_one_mode)
         made.register_forward_pre_hook(guard)
-        made.recompile()
-        made.graph.owning_module = None
+        if stage.parameter_names:
+            made.register_forward_pre_hook(_Renaming(stage.parameter_names), with_kwargs=True)
+        made.finish(stage.graph)
     _keep_extra_state(module, built)
-    _warn_of_hooks(module, built)
+    _check_hooks(module, built)
     return tuple(built)
 
 
@@ -103,6 +144,44 @@ def _keep_extra_state(module: nn.Module, stages: Sequence[StageModule]) -> None:
             ) from error
 
 
+def _spell_names(stage: StageModule, graph: fx.Graph) -> None:
+    """Have generated code find what is called `class` or `graph` in the dicts of its module."""
+    spelled: dict[str, tuple[str, str]] = {}
+    for node in graph.nodes:
+        if node.op in ("call_module", "get_attr"):
+            usual, safe = _access(stage, str(node.target))
+            if usual != safe:
+                spelled[node.name] = (usual, safe)
+    if not spelled:
+        return
+
+    def spell(body: list[str]) -> list[str]:
+        made = []
+        for line in body:
+            usual, safe = spelled.get(line.split(" ", 1)[0], ("", ""))
+            made.append(line.replace(usual, safe, 1) if usual else line)
+        return made
+
+    graph.on_generate_code(lambda current: spell)
+
+
+def _access(stage: nn.Module, target: str) -> tuple[str, str]:
+    """Return how fx writes the way to a part of a module, and a way that works for any name."""
+    usual = safe = "self"
+    holder: Any = stage
+    for word in target.split("."):
+        is_word = word.isidentifier()
+        usual = f"{usual}.{word}" if is_word else f'getattr({usual}, "{word}")'
+        home = next((home for home in _HOMES if word in getattr(holder, home, ())), "")
+        held = getattr(holder, home)[word] if home else None
+        if home and (keyword.iskeyword(word) or _is_own(holder, word)):
+            safe = f"{safe}.{home}[{word!r}]"
+        else:
+            safe = f"{safe}.{word}" if is_word else f'getattr({safe}, "{word}")'
+        holder = held
+    return usual, safe
+
+
 def _part(stage: nn.Module, name: str) -> nn.Module | None:
     found: Any = stage
     for word in name.split(".") if name else ():
@@ -111,20 +190,27 @@ def _part(stage: nn.Module, name: str) -> nn.Module | None:
     return part
 
 
-def _warn_of_hooks(module: nn.Module, stages: Sequence[StageModule]) -> None:
+def _check_hooks(module: nn.Module, stages: Sequence[StageModule]) -> None:
+    """Refuse hooks on the backward of modules that are split, and warn of those on all modules."""
     opened = {
         name: original
         for stage in stages
         for name, part in stage.named_modules()
         if (original := module.get_submodule(name)) is not part
     }
-    hooked = [name or "the model itself" for name, part in opened.items() if user_hooks(part)]
-    if has_global_hooks():
-        hooked = [name or "the model itself" for name in opened]
+    hooked = [
+        n or "the model" for n, p in opened.items() if backward_hooks(p) or backward_pre_hooks(p)
+    ]
     if hooked:
+        raise SplitError(
+            f"there are backward hooks on modules that are split: {', '.join(sorted(hooked))}\n"
+            "no stage has the whole backward of these; put the hooks on modules inside, which are "
+            "called as before"
+        )
+    if has_global_hooks():
+        names = ", ".join(sorted(name or "the model itself" for name in opened))
         warnings.warn(
-            f"hooks do not fire for modules that are split: {', '.join(sorted(hooked))}\n"
-            "put them on modules inside, which are called as before",
+            f"hooks for all modules do not fire for modules that are split: {names}",
             stacklevel=user_depth(),
         )
 
@@ -201,7 +287,24 @@ def _set_module(stage: nn.Module, name: str, value: nn.Module) -> None:
     existing = children_of(holder).get(last)
     if existing is value:
         return
-    holder.add_module(last, value)
+    _register(holder, MODULES, last, value)
+
+
+def _is_own(holder: nn.Module, name: str) -> bool:
+    """Say whether a module uses a name for itself."""
+    return name in vars(holder) or hasattr(type(holder), name)
+
+
+def _register(holder: nn.Module, home: str, name: str, value: Any) -> None:
+    """Put a module, parameter or buffer under a name that the holder may use for itself."""
+    if isinstance(holder, StageModule) and _is_own(holder, name):
+        getattr(holder, home)[name] = value
+    elif home == MODULES:
+        holder.add_module(name, value)
+    elif home == PARAMETERS:
+        holder.register_parameter(name, value)
+    else:
+        holder.register_buffer(name, value)
 
 
 def _set_tensor(stage: nn.Module, name: str, module: nn.Module, guard: StageGuard) -> None:
@@ -209,11 +312,12 @@ def _set_tensor(stage: nn.Module, name: str, module: nn.Module, guard: StageGuar
     owner = module.get_submodule(path)
     holder = _container(stage, path)
     if last in parameters_of(owner):
-        holder.register_parameter(last, parameters_of(owner)[last])
+        _register(holder, PARAMETERS, last, parameters_of(owner)[last])
         guard.tensor(name, owner, holder, PARAMETERS)
     else:
-        persistent = last not in transient_buffers(owner)
-        holder.register_buffer(last, buffers_of(owner)[last], persistent=persistent)
+        _register(holder, BUFFERS, last, buffers_of(owner)[last])
+        if last in transient_buffers(owner):
+            transient_buffers(holder).add(last)
         guard.tensor(name, owner, holder, BUFFERS)
 
 
@@ -221,7 +325,7 @@ def _container(stage: nn.Module, path: str) -> nn.Module:
     holder: Any = stage
     for part in path.split(".") if path else ():
         if part not in children_of(holder):
-            holder.add_module(part, nn.Module())
+            _register(holder, MODULES, part, nn.Module())
         holder = children_of(holder)[part]
     made: nn.Module = holder
     return made

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.graph.arguments import map_arguments
+from fxpipe.graph.arguments import map_arguments, new_graph
 from fxpipe.graph.capture.train_eval import TrainingFlag, flag_of
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
 from fxpipe.graph.facts import Ambient, Facts, NodeFacts
@@ -52,6 +52,7 @@ class StageGraph:
     facts: Facts
     received: tuple[Received, ...]
     model_inputs: tuple[str, ...]
+    parameter_names: dict[str, str]  # of inputs that Python code cannot call by their name
     sent: tuple[Sent, ...]
     modules: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -73,10 +74,11 @@ class StageWriter:
         self._sent = frozenset(sent)
         self._known = flow.facts
         self._stage = stage
-        self._graph = fx.Graph()
+        self._graph = new_graph()
         self._facts = Facts()
         self._copies: dict[fx.Node, fx.Node] = {}
         self._inputs: dict[str, fx.Node] = {}
+        self._renamed: dict[str, str] = {}
         self._modules: dict[str, None] = {}
         self._tensors: dict[str, None] = {}
         self._sizes: dict[str, fx.Node] = {}
@@ -193,6 +195,8 @@ class StageWriter:
         if name not in self._inputs:
             with self._graph.inserting_before(self._first):
                 made = self._graph.placeholder(name)
+            if made.name != name:  # a keyword, or a name that generated code needs
+                made.target = self._renamed[name] = made.name
             self._facts[made] = NodeFacts(spec=self._known[node].spec)
             self._inputs[name] = made
             self._copies[node] = made
@@ -355,6 +359,7 @@ class StageWriter:
             self._facts,
             received,
             tuple(self._inputs),
+            self._renamed,
             sent,
             tuple(self._modules),
             tuple(self._tensors),

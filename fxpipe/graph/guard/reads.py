@@ -109,6 +109,10 @@ class Reads:
                 )
                 self._watch(type(part))
 
+    def forget(self, read: Read) -> None:
+        """Have nobody compare an attribute, as for a cache that the code fills itself."""
+        del self.noted[id(read.holder), read.name]
+
     def carried(self) -> Iterator[tuple[Read, Any]]:
         """Yield what the code read and then changed, with the new value.
 
@@ -136,7 +140,8 @@ class Reads:
             reads.note(self, name)
             return original(self, name)
 
-        self._stack.enter_context(patched(kind, "__getattribute__", read))
+        with suppress(TypeError):  # a class of C code
+            self._stack.enter_context(patched(kind, "__getattribute__", read))
 
     def _setting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         usual: dict[tuple[Any, ...], Any] = {}

@@ -235,8 +235,8 @@ class World:
             entry,
             lambda: [
                 f"{kind.strip('_').replace('_', ' ')} of {name or 'the model'} were "
-                f"{len(entry.copy)}, are {len(live)}: a module that is split calls no hooks "
-                "of its own"
+                f"{len(entry.copy)}, are {len(live)}: a module that is split has the "
+                "hooks that it had in the trace"
             ],
         )
 

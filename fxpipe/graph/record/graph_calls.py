@@ -39,6 +39,7 @@ __all__ = [
     "Hooked",
     "Kept",
     "Mapped",
+    "Observed",
     "OnlyIf",
     "Rebuild",
     "Refusal",
@@ -331,18 +332,36 @@ class Hooked(GraphCall):
             value.register_hook(self._hook)  # type: ignore[no-untyped-call]
 
 
-class Kept(GraphCall):
-    """A callable that leaves a tensor on a module of the model, as the opened code does."""
+class Observed(GraphCall):
+    """A callable that shows values to a hook of a module that is split, in the stage."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__(f"keep_{name}")
+    def __init__(self, hook: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__(f"hook_of_{type(module).__name__}")
+        self._hook = hook
         self._module = weakref.ref(module)
-        self._name = name
 
-    def __call__(self, value: torch.Tensor) -> None:
-        module = self._module()
-        if module is not None:
-            vars(module)[self._name] = value
+    def __call__(self, *values: Any) -> None:
+        if not _has_no_values(values):
+            self._hook(self._module(), *values)
+
+    def __reduce__(self) -> Any:
+        return given, (None,)
+
+
+class Kept(GraphCall):
+    """A callable that leaves a value where opened code does: in a module, an object, a dict."""
+
+    def __init__(self, holder: Any, key: Any) -> None:
+        super().__init__(f"keep_{key}" if str(key).isidentifier() else "keep")
+        # Weakly: a stage keeps no module alive that it does not run.
+        is_module = isinstance(holder, nn.Module)
+        self._holder: Callable[[], Any] = weakref.ref(holder) if is_module else lambda: holder
+        self._key = key
+
+    def __call__(self, value: Any) -> None:
+        holder = self._holder()
+        if holder is not None:
+            (holder if isinstance(holder, dict) else vars(holder))[self._key] = value
 
     def __reduce__(self) -> Any:
         return given, (None,)

@@ -133,6 +133,16 @@ class LeafRuns:
         with Left(self._mode), self._state.real():
             return run_real(self._mode, nn.Module(), func, args, kwargs, failure)
 
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[set[int]]:
+        """Return the tensors whose values are used until exit, by identity."""
+        before, found = self._touched, set[int]()
+        self._touched = found
+        try:
+            yield found
+        finally:
+            self._touched = before
+
     def touch(self, args: Iterable[Any]) -> None:
         """Take note of the tensors that an operation inside a leaf uses."""
         if self._touched is None:
@@ -149,7 +159,7 @@ class LeafRuns:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         try:
-            with preserved(module):
+            with preserved(module, far=False):
                 found = self._run_as_is(call, args, kwargs)
             if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
                 return found
@@ -170,7 +180,7 @@ class LeafRuns:
             with contextlib.suppress(Exception):
                 expected = self.example.shapes(call, args, kwargs, module)
         try:
-            with Left(self._mode), self._state.real(), preserved(module):
+            with Left(self._mode), self._state.real(), preserved(module, far=False):
                 output = run_real(self._mode, module, call, args, kwargs, failure)
             if expected is None or expected == self._shapes_at_hints(output):
                 return output

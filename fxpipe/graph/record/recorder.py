@@ -43,6 +43,7 @@ from fxpipe.graph.record.graph_calls import (
     Applied,
     Hooked,
     Mapped,
+    Observed,
     Refusal,
     function_modes,
 )
@@ -250,6 +251,40 @@ class Trace(TorchFunctionMode):
         """Open the leaf around a module whose output a hook of a library keeps for later."""
         kinds = {type(part) for part in self._leaf_stack if part is not module}
         self.wanted.update(self._names.of_kinds(kinds))
+
+    def on_hook(self, hook: Callable[..., Any], module: nn.Module, values: tuple[Any, ...]) -> Any:
+        """Run a user's hook; one that only looks is a node, and looks again in the stage.
+
+        In a leaf it is part of the call. There, one that fails on fakes looks at values.
+        """
+        if not self.is_opened():
+            with suppress(Exception):
+                return hook(module, *values)
+            return None
+        tensors = [leaf for _, leaf in walk(values) if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
+        counts = [sys.getrefcount(tensor) for tensor in tensors]
+        self._leaf_stack.append(module)
+        with self._leaves.touching() as touched:
+            try:
+                changed = hook(module, *values)
+            except Exception:
+                changed, touched = None, {id(tensor) for tensor in tensors}
+            finally:
+                self._leaf_stack.pop()
+        if changed is not None or [version_of(tensor) for tensor in tensors] != versions:
+            return hook(module, *values)  # as any other opened code
+        for tensor, count in zip(tensors, counts, strict=True):
+            if sys.getrefcount(tensor) > count:
+                touched.add(id(tensor))
+        shown = {id(leaf) for _, leaf in walk(values[-1])} | touched
+        # What the hook does not look at need not travel to the stage that shows the rest.
+        values = map_leaves(
+            lambda leaf: None if isinstance(leaf, torch.Tensor) and id(leaf) not in shown else leaf,
+            values,
+        )
+        self.tape.write("call_function", Observed(hook, module), self._argument(values), {})
+        return None
 
     def on_pipe_split(self) -> None:
         """Take note of a `pipe_split()` that ran."""

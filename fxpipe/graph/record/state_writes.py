@@ -7,7 +7,7 @@ value into the stage's buffer, and whoever read the old value gets a copy of it.
 Other attributes are not followed. One that the code reads and then changes carries a
 state to the next run, and is refused: a tensor, a count, `None` that becomes a tensor.
 Not so a cache: tensors in it depend on sizes and constants alone, and a stage computes
-them anew. A number that is only written is told to the log.
+and stores them anew each time. A number that is only written is told to the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.graph.guard.reads import Reads
+from fxpipe.graph.guard.reads import Read, Reads
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
@@ -94,6 +94,7 @@ def carried_state(reads: Reads, tape: Tape) -> list[str]:
         inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
         tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
         if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):
+            _keep_cache(reads, read, now, tape)
             continue
         owner = reads.names.get(id(read.holder), "")
         name = f"{owner}.{read.name}" if owner else read.name
@@ -105,6 +106,17 @@ def carried_state(reads: Reads, tape: Tape) -> list[str]:
             "inside a submodule that is not split"
         )
     return faults
+
+
+def _keep_cache(reads: Reads, read: Read, now: Any, tape: Tape) -> None:
+    """Have stages fill a cache as the code does; what is in it decides nothing for them."""
+    reads.forget(read)
+    if isinstance(now, torch.Tensor) and not isinstance(read.holder, nn.Module):
+        tape.keep(read.holder, read.name, now)
+    elif isinstance(now, dict) and now is read.value:
+        for key, value in now.items():
+            if isinstance(value, torch.Tensor):
+                tape.keep(now, key, value)
 
 
 def _text(value: Any) -> str:

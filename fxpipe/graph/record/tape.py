@@ -25,6 +25,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.arguments import new_graph
 from fxpipe.graph.facts import Facts, NodeFacts
 from fxpipe.graph.nested import (
     SYMBOLIC,
@@ -102,7 +103,7 @@ class Tape:
         state_name: Callable[[torch.Tensor], str | None],
         real_of: Mapping[int, torch.Tensor],
     ) -> None:
-        self.graph = fx.Graph()
+        self.graph = new_graph()
         self.facts = Facts()
         self.values: dict[fx.Node, Any] = {}  # with the tensors of the trace itself
         self._state_name = state_name
@@ -210,12 +211,12 @@ class Tape:
             node = self.write("call_function", overwrite, (self._state[name], value), {})
         self.facts.learn(node, owner=owner, writes=frozenset({name}))
 
-    def keep(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        """Write that a tensor becomes an attribute of a module, right behind what made it."""
+    def keep(self, holder: Any, key: Any, value: torch.Tensor) -> None:
+        """Write that a tensor is left in a module, object or dict, right behind what made it."""
         node = self.node_of(value) if self.knows(value) else None
         if node is not None and node.op not in ("placeholder", "get_attr"):
             with self.graph.inserting_after(self.facts.last_part(node)):
-                self.write("call_function", Kept(module, name), (node,), {})
+                self.write("call_function", Kept(holder, key), (node,), {})
 
     def _copied(self, state: fx.Node) -> fx.Node:
         """Have the readers of a parameter or buffer read a copy; return it."""

@@ -174,7 +174,7 @@ def unlogged() -> Iterator[None]:
 
 
 class Quiet:
-    """A seer that lets everything happen, without hooks."""
+    """A seer that lets everything happen, without the hooks of users."""
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -194,6 +194,8 @@ class Quiet:
     def on_autocast(self, region: Any, entering: bool) -> None: ...
 
     def on_kept(self, module: nn.Module) -> None: ...
+
+    def on_hook(self, hook: Any, module: nn.Module, values: tuple[Any, ...]) -> Any: ...
 
 
 class _Casting(Quiet):

@@ -3,9 +3,9 @@
 `intercepted(module, seer)` patches `nn.Module.__call__` (and the overrides of it
 among the model's classes) and a few other entry points, and undoes all of it on
 exit. The seer decides what a call does; `run_forward` is what an ordinary call
-becomes while it is watched: the forward without the user's hooks, so that a
-trace fires none of them. Hooks that belong to a library's own machinery (weight
-norm, Hugging Face output capturing) are part of what the forward means and do run.
+becomes while it is watched: the forward, with the user's hooks as the seer wants
+them. Hooks that belong to a library's own machinery (weight norm, Hugging Face output
+capturing) are part of what the forward means and do run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from fxpipe.graph.source_line import is_users
 from fxpipe.torch_inside import (
     CHECKPOINT_ENTRY,
     VMAP_ENTRY,
-    backward_hooks,
-    backward_pre_hooks,
     compiled_from,
     forward_hooks,
     forward_pre_hooks,
@@ -41,7 +40,6 @@ __all__ = [
     "patched",
     "run_forward",
     "unobserved",
-    "user_hooks",
 ]
 
 Call = Callable[..., Any]
@@ -65,6 +63,8 @@ class Seer(Protocol):
     def on_autocast(self, region: Any, entering: bool) -> None: ...
 
     def on_kept(self, module: nn.Module) -> None: ...
+
+    def on_hook(self, hook: Call, module: nn.Module, values: tuple[Any, ...]) -> Any: ...
 
 
 @contextmanager
@@ -90,6 +90,9 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
                 if name in kind.__dict__:
                     watched = _watched_decision(kind.__dict__[name], seer, here)
                     stack.enter_context(patched(kind, name, watched))
+        for name in ("__str__", "__format__"):
+            text = _number_text(getattr(torch.SymInt, name), here)
+            stack.enter_context(patched(torch.SymInt, name, text))
         stack.enter_context(patched(nn.Module, "training", _training(seer, here)))
         for (owner, name), watch in (
             (VMAP_ENTRY, _watched_vmap),
@@ -105,34 +108,34 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
 
 
 def run_forward(module: nn.Module, args: Any, kwargs: Any, seer: Seer | None = None) -> Any:
-    """Run a module's forward with the hooks of libraries, without those of users."""
+    """Run a module's forward with the hooks of libraries, and of users if the seer wants that."""
     original = compiled_from(module)
     if original is not None:
         return original(*args, **kwargs)
+
+    def run(hook: Call, *values: Any) -> Any:
+        if _is_library_hook(hook):
+            return hook(module, *values)
+        return seer.on_hook(hook, module, values) if seer is not None else None
+
     for key, hook in list(forward_pre_hooks(module).items()):
-        if not _is_library_hook(hook):
-            continue
         if pre_hook_takes_kwargs(module, key):
-            changed = hook(module, args, kwargs)
+            changed = run(hook, args, kwargs)
             if changed is not None:
                 args, kwargs = changed
         else:
-            changed = hook(module, args)
+            changed = run(hook, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
     result = module.forward(*args, **kwargs)
     is_unobserved = any(module is other for other in _unobserved)
     for key, hook in list(forward_hooks(module).items()):
-        if not _is_library_hook(hook) or (is_unobserved and _is_observer(hook)):
-            continue
         if _is_observer(hook):
-            if seer is not None and _keeps(hook, module, args, result):
+            if not is_unobserved and seer is not None and _keeps(hook, module, args, result):
                 seer.on_kept(module)
             continue
-        if hook_takes_kwargs(module, key):
-            changed = hook(module, args, kwargs, result)
-        else:
-            changed = hook(module, args, result)
+        with_kwargs = hook_takes_kwargs(module, key)
+        changed = run(hook, args, kwargs, result) if with_kwargs else run(hook, args, result)
         if changed is not None:
             result = changed
     return result
@@ -170,13 +173,6 @@ def _keeps(hook: Any, module: nn.Module, args: Any, result: Any) -> bool:
 
 def _is_observer(hook: Any) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
-def user_hooks(module: nn.Module) -> int:
-    """Count the hooks of a module that a trace leaves out."""
-    forward = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
-    backward = len(backward_hooks(module) or ()) + len(backward_pre_hooks(module))
-    return backward + sum(not _is_library_hook(hook) for hook in forward)
 
 
 _LIBRARIES = ("torch.nn.utils.", "transformers.", "fxpipe.")
@@ -259,6 +255,18 @@ def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> C
         return original(self)
 
     return decide
+
+
+def _number_text(original: Call, here: Callable[[], bool]) -> Call:
+    """Have the user's code see a size as text the way it would be: as a number, once decided."""
+
+    @functools.wraps(original)
+    def text(self: Any, *spec: str) -> Any:
+        if here() and is_users(sys._getframe(1).f_code.co_filename):
+            return format(int(self), *spec)
+        return original(self, *spec)
+
+    return text
 
 
 def _training(seer: Seer, here: Callable[[], bool]) -> property:

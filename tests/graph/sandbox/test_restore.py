@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -131,3 +132,129 @@ def test_contents_of_tensors_are_restored_on_demand() -> None:
 
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def table(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float32)[:, None]
+
+
+class Helper:
+    kept: Tensor | None = None
+
+    def get(self, n: int) -> Tensor:
+        if self.kept is None or self.kept.shape[0] < n:
+            self.kept = table(n)
+        return self.kept[:n]
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        self.kept: Tensor | None = None
+
+    get = Helper.get
+
+
+class OfTheClass:
+    kept: Tensor | None = None
+    get = classmethod(Helper.get)
+
+
+class Listed:
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def get(self, n: int) -> Tensor:
+        self.kept.append(table(n))
+        return self.kept[-1]
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+def in_globals(n: int) -> Tensor:
+    if "table" not in KEPT or KEPT["table"].shape[0] < n:
+        KEPT["table"] = table(n)
+    return KEPT["table"][:n]
+
+
+def in_a_closure() -> Callable[[int], Tensor]:
+    kept: Tensor | None = None
+
+    def get(n: int) -> Tensor:
+        nonlocal kept
+        if kept is None or kept.shape[0] < n:
+            kept = table(n)
+        return kept[:n]
+
+    return get
+
+
+def in_a_default(n: int, kept: list[Tensor] = []) -> Tensor:  # noqa: B006
+    if not kept or kept[0].shape[0] < n:
+        kept[:] = [table(n)]
+    return kept[0][:n]
+
+
+def on_a_function(n: int) -> Tensor:
+    on_a_function.__dict__.setdefault("kept", table(n))
+    return on_a_function.__dict__["kept"][:n]
+
+
+class Positions(nn.Module):
+    def __init__(self, get: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.get = nn.Linear(8, 8), get
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.get(x.shape[1])
+
+
+class Opened(Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        pipe_split()
+        return self.linear(x)
+
+
+class Whole(nn.Module):
+    def __init__(self, get: Callable[[int], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = Positions(get), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        pipe_split()
+        return self.last(x)
+
+
+CACHES: dict[str, Callable[[], Callable[[int], Tensor]]] = {
+    "object": lambda: Helper().get,
+    "slots": lambda: Slotted().get,
+    "class": lambda: OfTheClass.get,
+    "list": lambda: Listed().get,
+    "global": lambda: in_globals,
+    "closure": in_a_closure,
+    "default": lambda: in_a_default,
+    "function": lambda: on_a_function,
+    "lru_cache": lambda: functools.lru_cache(table),
+}
+
+
+@pytest.mark.parametrize("kind", [Opened, Whole])
+@pytest.mark.parametrize("cache", CACHES)
+def test_no_fake_tensor_stays_in_a_cache(cache: str, kind: type[nn.Module]) -> None:
+    # A table in a helper object was fake after the trace, and the plain model failed.
+    model = kind(CACHES[cache]())
+
+    pipe = pipeline(model, (torch.randn(2, 6, 8),))
+
+    for length in (6, 6, 9) if (cache, kind) != ("lru_cache", Opened) else (6, 6):
+        if cache == "function":
+            on_a_function.__dict__.clear()
+        x = torch.randn(2, length, 8)
+        found = pipe(x)
+        wanted = model(x)
+        assert type(wanted) is Tensor
+        torch.testing.assert_close(found, wanted)

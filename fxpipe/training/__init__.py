@@ -1,1 +1,0 @@
-"""LIVE with it: state, loops, generation and precision over schedules."""

@@ -11,8 +11,9 @@ Getters are `attrgetter`s where a step calls them often: they cost no Python fra
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
+from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,8 +53,8 @@ __all__ = [
     "children_of", "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
     "finish_sharded_backward", "floor_div", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
-    "has_global_hooks", "has_run_sharded", "hook_takes_kwargs", "is_compiled", "is_view",
-    "known_sizes", "local_tensor", "memory_of", "overload_packet", "own_attributes",
+    "has_global_hooks", "has_run_sharded", "held_functions", "hook_takes_kwargs", "is_compiled",
+    "is_view", "known_sizes", "local_tensor", "memory_of", "overload_packet", "own_attributes",
     "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "profiler_is_on", "pytree",
     "pytree_kind", "run_engine", "schema_of", "shard_groups", "shard_precision",
     "transient_buffers", "unset_fake_temporarily", "version_of",
@@ -147,20 +148,43 @@ def is_compiled(module: nn.Module) -> bool:
 # Entry points that a trace replaces: the owner and the name.
 
 VMAP_ENTRY: tuple[Any, str] = (apis, "vmap_impl")
+_CHECKPOINT: Any = sys.modules["torch.utils.checkpoint"]
 CHECKPOINT_ENTRY: tuple[Any, str] = (
-    sys.modules["torch.utils.checkpoint"],
-    "_checkpoint_without_reentrant_generator",
+    _CHECKPOINT,
+    "_checkpoint_without_reentrant_generator_impl"  # since 2.14
+    if hasattr(_CHECKPOINT, "_checkpoint_without_reentrant_generator_impl")
+    else "_checkpoint_without_reentrant_generator",
 )
 
 
-def function_base() -> type:
-    """Return the base of `autograd.Function` that has `apply`.
+_APPLY_IS_NATIVE = not isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 
-    Code may hold `Function.apply` from before, as in `square = Square.apply`; what that
-    calls in turn is looked up here.
+
+def function_base() -> type:
+    """Return the class whose `apply` every call of an `autograd.Function` looks up.
+
+    Code may hold `Function.apply` from before, as in `square = Square.apply`. Up to torch 2.14
+    that is Python code, which looks up `apply` of the base; see `held_functions` for others.
     """
-    base: type = torch.autograd.Function.__mro__[1]
+    function = torch.autograd.Function
+    base: type = function if _APPLY_IS_NATIVE else function.__mro__[1]
     return base
+
+
+def held_functions(scope: Mapping[str, object]) -> dict[str, type[torch.autograd.Function]]:
+    """Return the names in a scope that hold the native `apply` of a function."""
+    if not _APPLY_IS_NATIVE:
+        return {}
+    owners = {
+        name: value.__self__
+        for name, value in scope.items()
+        if isinstance(value, BuiltinMethodType) and value.__name__ == "apply"
+    }
+    return {
+        name: owner
+        for name, owner in owners.items()
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    }
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Any:

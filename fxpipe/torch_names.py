@@ -59,8 +59,8 @@ PRIVATE: dict[str, str] = {
     "torch.utils._pytree._get_node_type": "the entry of a value in SUPPORTED_NODES",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees the operators that code runs",
     "torch.utils._sympy.functions.FloorDiv": "a quotient of sizes that ShapeEnv can simplify",
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "patched in a trace: "
-    "marks what a checkpoint computes again",
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl|"
+    "_checkpoint_without_reentrant_generator": "patched in a trace: marks what is computed again",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._set_replacement": "where a size was fixed",
     "torch.ops.aten.add.Tensor._schema": "tells whether an operator writes to an argument",
     "torch.ops.aten.add.Tensor._overloadpacket": "an operator without its overload",

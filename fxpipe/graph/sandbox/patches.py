@@ -11,10 +11,12 @@ capturing) are part of what the forward means and do run.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,7 @@ from fxpipe.torch_inside import (
     forward_hooks,
     forward_pre_hooks,
     function_base,
+    held_functions,
     hook_takes_kwargs,
     pre_hook_takes_kwargs,
 )
@@ -81,6 +84,9 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
             stack.enter_context(patched(kind, "__call__", _watched_call(original, seer, here)))
         function = function_base()
         stack.enter_context(patched(function, "apply", _watched_apply(function, seer, here)))
+        for scope in _scopes(module):
+            for name, owner in held_functions(vars(scope)).items():
+                stack.enter_context(patched(scope, name, _looked_up(owner)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
             (torch.SymInt, ("__bool__", "__int__", "__index__")),
@@ -194,6 +200,17 @@ def _callable_classes(module: nn.Module) -> list[type]:
     return list(kinds)
 
 
+def _scopes(module: nn.Module) -> list[ModuleType]:
+    """Return the Python modules whose names the model's code uses."""
+    homes = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
+    homes = {home for home in homes if not home.startswith("torch.")}
+    return [sys.modules[home] for home in homes if home in sys.modules]
+
+
+def _looked_up(function: Any) -> Call:
+    return lambda *args, **kwargs: function.apply(*args, **kwargs)
+
+
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Have an attribute another value until exit."""
@@ -297,29 +314,18 @@ def _watched_autocast(original: Call, seer: Seer, here: Callable[[], bool], ente
 
 
 def _watched_checkpoint(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    signature = inspect.signature(original)
+    public = inspect.signature(torch.utils.checkpoint.checkpoint).parameters.values()
+    names = {p.name for p in public if p.kind is p.KEYWORD_ONLY} - {"use_reentrant"}
+
     @functools.wraps(original)
-    def generator(
-        fn: Any,
-        preserve: bool = True,
-        context_fn: Any = torch.utils.checkpoint.noop_context_fn,
-        determinism: str = "default",
-        debug: bool = False,
-        early_stop: bool = True,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Iterator[None]:
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         if not here():
-            yield from original(
-                fn, preserve, context_fn, determinism, debug, early_stop, *args, **kwargs
-            )
+            yield from original(*args, **kwargs)
             return
-        options = {
-            "preserve_rng_state": preserve,
-            "context_fn": context_fn,
-            "determinism_check": determinism,
-            "debug": debug,
-            "early_stop": early_stop,
-        }
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = {name: value for name, value in given.arguments.items() if name in names}
         seer.on_checkpoint(True, options)
         try:
             yield

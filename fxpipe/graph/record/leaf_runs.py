@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -20,8 +19,8 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
-from fxpipe.graph import markers
-from fxpipe.graph.nested import SYMBOLIC, contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.nested import contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, storage_of
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
 from fxpipe.graph.record.torch_functions import INSISTENT, clamped_slices
@@ -33,13 +32,8 @@ from fxpipe.torch_inside import (
     BUFFERS,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
-    buffers_of,
     known_sizes,
-    memory_of,
-    own_attributes,
-    parameters_of,
     version_of,
 )
 
@@ -78,6 +72,7 @@ class LeafRuns:
         self._alive: list[Any] = []
         self._touched: set[int] | None = set()
         self.example: ExampleValues | None = None
+        self.functions = FunctionRuns()
         self.draws = False
         self.runs = 0
         self._left: set[tuple[str, str]] = set()
@@ -116,7 +111,7 @@ class LeafRuns:
             self._touched = touched
             if found:
                 return found[0]
-        return func(*args, **kwargs)
+        return self.functions.run(func, args, kwargs)
 
     def run_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
         """Return what a function returns, in a list, by running it at plain sizes."""
@@ -165,6 +160,7 @@ class LeafRuns:
                 return found
         except Exception as error:
             failure = error
+        self.functions.forget()  # with the conditions that the run has met
         return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
 
     def _run_real(
@@ -233,9 +229,11 @@ class LeafRuns:
             self._left |= _changed(attributes)
         # Now: asking a tensor for its memory below would count as a use of it.
         touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
-        storages = {_memory(t): i for i, t in enumerate(tensors)}
+        storages = {storage_of(t): i for i, t in enumerate(tensors)}
         made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
-        aliases = [(i, storages[_memory(t)]) for i, t in enumerate(made) if _memory(t) in storages]
+        aliases = [
+            (i, storages[storage_of(t)]) for i, t in enumerate(made) if storage_of(t) in storages
+        ]
         changed = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
         return LeafOutcome(
             map_leaves(_fresh_leaf, output),
@@ -245,26 +243,12 @@ class LeafRuns:
         )
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
-        described = []
-        for path, leaf in walk((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                described.append((path, _tensor_key(leaf)))
-            elif isinstance(leaf, SYMBOLIC):
-                described.append((path, leaf.node.expr))
-            else:
-                described.append((path, _value_key(leaf)))
-        ambient = (torch.is_grad_enabled(), _autocast_key())
-        key = (self._kind(module), ambient, tuple(described))
-        try:
-            hash(key)
-        except TypeError:
-            return None
-        return key
+        return call_key(self._kind(module), args, kwargs)
 
     def _kind(self, module: nn.Module) -> Hashable:
         if id(module) not in self._kinds:
             self._alive.append(module)
-            self._kinds[id(module)] = _module_key(module)
+            self._kinds[id(module)] = module_key(module)
         return self._kinds[id(module)]
 
 
@@ -287,13 +271,6 @@ def _changed(
         for key, value in place.items()
         if before.get(key, before) is not value
     }
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    try:
-        return memory_of(tensor)
-    except NotImplementedError:  # sparse
-        return id(tensor)
 
 
 def _is_opaque(value: Any) -> bool:
@@ -353,93 +330,6 @@ def _fresh_leaf(leaf: Any) -> Any:
     return fresh(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _tensor_key(tensor: torch.Tensor) -> Hashable:
-    sizes = tuple(_number(size) for size in (*tensor.shape, *tensor.stride()))
-    return (
-        sizes,
-        tensor.dtype,
-        tensor.requires_grad,
-        tensor.device,
-        isinstance(tensor, FakeTensor),
-    )
-
-
-def _number(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
-
-
-def _autocast_key() -> Hashable:
-    return tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-    )
-
-
-_INDEX_LIKE = {
-    "layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "idx", "index",
-    "block_idx", "block_id", "block_index", "depth_idx", "i",
-}  # fmt: skip
-_RATED = tuple(f"torch.nn.modules.{name}" for name in ("dropout", "batchnorm", "normalization"))
-_OWN = own_attributes()
-
-
-def _module_key(module: nn.Module) -> Hashable:
-    if any(map(_may_split, {type(part) for part in module.modules()})):
-        return id(module)
-    return tuple((name, _one_module_key(part)) for name, part in module.named_modules())
-
-
-def _one_module_key(module: nn.Module) -> Hashable:
-    tensors = tuple(
-        (name, tensor.shape, tensor.dtype)
-        for place in (parameters_of(module), buffers_of(module))
-        for name, tensor in place.items()
-        if tensor is not None
-    )
-    # A rate or an epsilon of torch's own layers decides no size.
-    is_rated = type(module).__module__ in _RATED
-    attributes = tuple(
-        (name, _value_key(value))
-        for name, value in vars(module).items()
-        if name not in _OWN
-        and name not in _INDEX_LIKE
-        and not isinstance(value, torch.Tensor)
-        and not (is_rated and isinstance(value, float))
-    )
-    return (type(module), tensors, attributes)
-
-
-def _value_key(value: Any) -> Hashable:
-    if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device, type)):
-        return (type(value).__name__, value)
-    if isinstance(value, float):
-        return ("float", value)
-    if isinstance(value, (tuple, list)) and len(value) < 64:
-        return (type(value).__name__, tuple(_value_key(part) for part in value))
-    if isinstance(value, dict) and len(value) < 64:
-        return tuple((str(key), _value_key(part)) for key, part in value.items())
-    return ("object", id(value))
-
-
-def _may_split(kind: type) -> bool:
-    for parent in kind.__mro__:
-        if parent.__module__.startswith(("torch.", "transformers.")):
-            continue
-        scope = vars(sys.modules.get(parent.__module__, sys))
-        if any(
-            value in (markers.pipe_split, markers) for value in map(_plain_value, scope.values())
-        ):
-            return True
-        if "fxpipe" in scope:
-            return True
-    return False
-
-
-def _plain_value(value: Any) -> Any:
-    # Comparing arbitrary module globals must not run their __eq__.
-    return value if type(value) in (type(markers), type(markers.pipe_split)) else None
-
-
 DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -469,7 +359,7 @@ def run_operation(
             found = leaves.run_function(func, args, kwargs)
             if found:
                 return found[0]
-        return func(*clamped_slices(func, args), **kwargs)
+        return leaves.functions.run(func, clamped_slices(func, args), kwargs)
     except Exception as error:
         if isinstance(error, DATA_DEPENDENT) and not real:
             raise ValueDecidesError(explain()) from None

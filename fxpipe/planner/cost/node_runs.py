@@ -31,7 +31,7 @@ from fxpipe.graph.dims import evaluate
 from fxpipe.graph.facts import Ambient, Facts
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
-from fxpipe.graph.record.leaf_runs import _module_key as module_key
+from fxpipe.graph.record.call_keys import module_key
 from fxpipe.graph.record.tape import Constant, StageDevice
 from fxpipe.graph.sandbox.fake import FakeState, Quiet, unlogged
 from fxpipe.graph.sandbox.patches import intercepted

@@ -12,13 +12,14 @@ JOBS   ?= 2
 SETUP  := PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) bash scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-clients bench clean
+.PHONY: help setup demo check test test-full test-clients bench zoo clean
 
 help:
 	@echo "make demo       train a small GPT on two processes, beside the plain model"
 	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
 	@echo "make test-clients  torchtitan over fxpipe, in an environment of its own"
+	@echo "make zoo        timm, torchvision, diffusers and others, split; the table of docs/coverage.md"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
 
 setup: $(READY)
@@ -56,8 +57,20 @@ $(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
 test-clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -m clients
 
+# torchvision has no CPU build in every registry: its Python part is all that is needed.
+ZOO := .venv-zoo
+$(ZOO)/.ready: pyproject.toml scripts/setup.sh
+	PYTHON=$(PYTHON) VENV=$(ZOO) TORCH=$(TORCH) bash scripts/setup.sh test
+	$(ZOO)/bin/python -m pip install --quiet --no-deps torchvision==0.28.0
+	$(ZOO)/bin/python -m pip install --quiet torch==$(TORCH) timm diffusers x-transformers \
+		open_clip_torch peft monai segmentation-models-pytorch vit-pytorch
+	@touch $(ZOO)/.ready
+
+zoo: $(ZOO)/.ready
+	$(ZOO)/bin/python -m benchmarks.zoo --jobs $(JOBS) --page docs/coverage.md
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .venv-clients build dist out site .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-zoo build dist out site .mypy_cache .ruff_cache .hypothesis

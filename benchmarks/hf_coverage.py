@@ -3,209 +3,31 @@
     python -m benchmarks.hf_coverage                     every model type, 2 and 4 stages
     python -m benchmarks.hf_coverage llama t5 --stages 2
     python -m benchmarks.hf_coverage --split auto --jobs 2 --json out/coverage.json
+    python -m benchmarks.hf_coverage --page docs/coverage.md
 
-Each architecture has a tiny random configuration; nothing is downloaded. Work runs
-in child processes, a chunk of architectures each, so that a crash or a hang costs
-one architecture and not the run. Printed: how many of those that run eagerly pass
-everything, only at the traced sizes, or fail; per check how many pass; and the reason
-for each failure.
+Each architecture has a tiny random configuration; nothing is downloaded.
 """
 
-import argparse
-import json
-import os
-import queue
-import subprocess
-import sys
-import threading
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-WHOLE = "pass everything"
-UNCUT = "have no blocks to cut between (--split auto cuts them)"
-SIZES = "pass, and refuse sizes or values other than those traced"
-FAIL = "fail"
-REFUSALS = ("PipeliningShapeError", "InputError")
-CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "length")
+from benchmarks.coverage import Collection, measure
 
 
-def main() -> None:
-    """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("types", nargs="*", help="model types; default: all")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--split", choices=("blocks", "auto"), default="blocks")
-    parser.add_argument("--variant", default="", help="labels, bare, cache or base")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=40)
-    parser.add_argument("--timeout", type=float, default=240.0, help="seconds per architecture")
-    parser.add_argument("--json", type=Path, help="also write all results here")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        _work(options)
-        return
-    rows = _measure(options)
-    _save(options.json, rows)
-    _print(rows, options.stages)
-
-
-def _save(path: Path | None, rows: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1))
-
-
-def _work(options: argparse.Namespace) -> None:
-    """In a child process: one JSON line before and one after each architecture."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    import torch
-
-    from tests.graph.hf.check import check
-    from tests.graph.hf.registry import case
-
-    torch.set_num_threads(1)
-    for model_type in options.types:
-        print(json.dumps({"start": model_type}), flush=True)
-        results = {}
-        for count in options.stages:
-            try:
-                one = case(model_type, options.variant)
-            except KeyError as error:
-                results[str(count)] = {"eager": f"no such class: {error}"}
-                continue
-            results[str(count)] = check(one, count, split=options.split).results
-        print(json.dumps({"done": model_type, "results": results}), flush=True)
-
-
-def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, str]]]:
-    types = options.types or _all_types()
-    chunks: queue.Queue[list[str]] = queue.Queue()
-    for start in range(0, len(types), options.chunk):
-        chunks.put(types[start : start + options.chunk])
-    rows: dict[str, dict[str, dict[str, str]]] = {}
-
-    def drain() -> None:
-        while True:
-            try:
-                chunk = chunks.get_nowait()
-            except queue.Empty:
-                return
-            while chunk:
-                chunk = _run_chunk(chunk, options, rows)
-            print(f"{len(rows)} of {len(types)}", file=sys.stderr)
-            _save(options.json, rows)
-
-    threads = [threading.Thread(target=drain) for _ in range(options.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {name: rows[name] for name in types if name in rows}
-
-
-def _run_chunk(chunk: list[str], options: argparse.Namespace, rows: dict[str, Any]) -> list[str]:
-    """Run one child; return what it did not get to."""
-    command = [sys.executable, "-m", "benchmarks.hf_coverage", "--worker", "--split"]
-    command += [options.split, f"--variant={options.variant}", *chunk]
-    command += ["--stages", *map(str, options.stages)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    lines: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-    assert child.stdout is not None and child.stderr is not None
-    readers = (
-        threading.Thread(target=_feed, args=(child.stdout, lines), daemon=True),
-        threading.Thread(target=lambda: errors.extend(child.stderr or ()), daemon=True),
-    )
-    for reader in readers:
-        reader.start()
-    left, current = list(chunk), chunk[0]
-    reason = ""
-    while True:
-        try:
-            line = lines.get(timeout=options.timeout)
-        except queue.Empty:
-            reason = f"no result after {options.timeout:.0f} s"
-            child.kill()
-            break
-        if line is None:
-            break
-        if not line.startswith("{"):
-            continue
-        message = json.loads(line)
-        current = message.get("start", current)
-        if "done" in message:
-            rows[message["done"]] = message["results"]
-            left.remove(message["done"])
-            print(json.dumps({message["done"]: message["results"]}), file=sys.stderr)
-    child.wait()
-    if left and (reason or child.returncode):
-        last = " | ".join(line.strip() for line in errors[-3:])
-        fault = reason or f"the process ended with {child.returncode}: {last[:300]}"
-        rows[current] = {str(count): {"eager": fault} for count in options.stages}
-        left.remove(current)
-    return left if reason or child.returncode else []
-
-
-def _feed(stream: Any, lines: "queue.Queue[str | None]") -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put(None)
-
-
-def _all_types() -> list[str]:
+def _names() -> Sequence[str]:
     from tests.graph.hf.registry import all_cases
 
     return list(all_cases())
 
 
-def classified(runs: dict[str, dict[str, str]]) -> dict[str, list[str]]:
-    """Sort architectures that run eagerly by how far they get."""
-    found: dict[str, list[str]] = {WHOLE: [], UNCUT: [], SIZES: [], FAIL: []}
-    for name, row in runs.items():
-        failed = {check: result for check, result in row.items() if _is_failure(result)}
-        refused = all(result.startswith(REFUSALS) for result in failed.values())
-        if row.get("trace", "").startswith("skip"):
-            found[UNCUT].append(name)
-        elif not failed:
-            found[WHOLE].append(name)
-        elif refused and failed.keys() <= {"values", "batch", "length"}:
-            found[SIZES].append(name)
-        else:
-            found[FAIL].append(name)
-    return found
+def _case(name: str, variant: str) -> Any:
+    from tests.graph.hf.registry import case
 
-
-def _is_failure(result: str) -> bool:
-    return result != "ok" and not result.startswith("skip")
-
-
-def _print(rows: dict[str, dict[str, dict[str, str]]], stages: list[int]) -> None:
-    for count in map(str, stages):
-        print(f"\n{count} stages")
-        table = {name: row[count] for name, row in rows.items()}
-        runs = {name: row for name, row in table.items() if row.get("eager") == "ok"}
-        print(f"  {len(runs)} of {len(table)} run eagerly")
-        for title, names in classified(runs).items():
-            shown = "" if title == WHOLE else ": " + ", ".join(names)
-            print(f"  {len(names):4} {title}{shown if names else ''}")
-        for name in CHECKS[1:]:
-            results = [row[name] for row in runs.values() if name in row]
-            applicable = [result for result in results if not result.startswith("skip")]
-            print(f"  {name:8} {sum(r == 'ok' for r in applicable):4} of {len(applicable)}")
-        print("  failures")
-        for name, row in runs.items():
-            for label, result in row.items():
-                if _is_failure(result):
-                    print(f"    {name:28} {label:7} {result[:220]}")
-        print("  not run eagerly")
-        for name, row in table.items():
-            if row.get("eager") != "ok":
-                print(f"    {name:28} {row.get('eager', '')[:160]}")
+    return case(name, variant)
 
 
 if __name__ == "__main__":
-    main()
+    measure(
+        Collection("benchmarks.hf_coverage", _names, _case, ("transformers",)),
+        "Measure which Hugging Face architectures split, and with the right gradients.",
+    )

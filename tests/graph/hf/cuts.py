@@ -47,7 +47,11 @@ def _is_outermost(name: str, names: list[str]) -> bool:
 
 
 def _calls(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """Blocks that run exactly once, in training and in evaluation, in running order."""
+    """Blocks that run exactly once, in training and in evaluation, in running order.
+
+    A copy of the model runs: some make buffers when they first run.
+    """
+    model = copy.deepcopy(model)
     candidates = {
         f"{parent}.{child}" if parent else child: block
         for parent, holder in model.named_modules()
@@ -55,24 +59,14 @@ def _calls(model: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
         for child, block in holder.named_children()
     }
     counts: dict[str, list[bool]] = {}
-    handles = []
     for name, block in candidates.items():
 
         def count(*_: Any, name: str = name) -> None:
             counts.setdefault(name, []).append(model.training)
 
-        handles.append(block.register_forward_pre_hook(count))
-    state = copy.deepcopy(dict(model.named_buffers()))
-    mode = model.training
-    try:
-        for training in (True, False):
-            model.train(training)
-            with torch.no_grad(), torch.random.fork_rng():
-                model(**copy.deepcopy(dict(kwargs)))
-    finally:
-        model.train(mode)
-        for handle in handles:
-            handle.remove()
-        for key, value in model.named_buffers():
-            value.copy_(state[key])
+        block.register_forward_pre_hook(count)
+    for training in (True, False):
+        model.train(training)
+        with torch.no_grad(), torch.random.fork_rng():
+            model(**copy.deepcopy(dict(kwargs)))
     return [name for name, modes in counts.items() if modes == [True, False]]

@@ -12,13 +12,14 @@ JOBS   ?= 2
 SETUP  := PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) bash scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-clients bench zoo clean
+.PHONY: help setup demo check test test-full test-clients gpu-check bench zoo clean
 
 help:
 	@echo "make demo       train a small GPT on two processes, beside the plain model"
 	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
 	@echo "make test-clients  torchtitan over fxpipe, in an environment of its own"
+	@echo "make gpu-check  everything on the GPUs of this host, one report to send back"
 	@echo "make zoo        timm, torchvision, diffusers and others, split; the table of docs/coverage.md"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
 
@@ -56,6 +57,9 @@ $(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
 
 test-clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -m clients
+
+gpu-check: $(READY)
+	$(BIN)/python -m benchmarks.gpu_check
 
 # torchvision has no CPU build in every registry: its Python part is all that is needed.
 ZOO := .venv-zoo

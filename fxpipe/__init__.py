@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from fxpipe.graph.aux_losses import aux_loss, collect_aux_losses
     from fxpipe.graph.markers import SplitPoint, pipe_split
     from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
+    from fxpipe.liveness import (
+        PipelineActivationLiveness,
+        analyze_pipeline_activation_liveness,
+    )
     from fxpipe.microbatch import (
         Microbatches,
         Replicate,
@@ -45,7 +49,6 @@ if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan, plan
     from fxpipe.planner.search.auto_split import auto_split
     from fxpipe.planner.search.profile import profile
-    from fxpipe.runtime.checkpoint import load_checkpoint, save_checkpoint
     from fxpipe.runtime.wire.local_group import LocalGroup
     from fxpipe.schedules import (
         PipelineScheduleMulti,
@@ -66,7 +69,12 @@ if TYPE_CHECKING:
         ScheduleZBVZeroBubble,
         get_schedule_class,
     )
-    from fxpipe.stage import PipelineStage, build_stage
+    from fxpipe.stage import PipelineStage, PipelineStageInfo, build_stage
+    from fxpipe.training.checkpoint import load_checkpoint, save_checkpoint
+    from fxpipe.training.generate import generate
+    from fxpipe.training.pipeline import Pipeline, ProgressBar, causal_lm_loss
+    from fxpipe.training.scaler import GradScaler
+    from fxpipe.training.weights import load_weights, materialize, save_weights
 
 __version__ = "0.1.0"
 
@@ -80,6 +88,7 @@ _HOMES = {
     "graph.aux_losses": "aux_loss collect_aux_losses",
     "graph.markers": "SplitPoint pipe_split",
     "graph.pipe": "Pipe PipeInfo pipeline",
+    "liveness": "PipelineActivationLiveness analyze_pipeline_activation_liveness",
     "microbatch": "Microbatches Replicate TensorChunkSpec merge_chunks "
     "split_args_kwargs_into_chunks",
     "planner.cost.hardware": "Hardware",
@@ -89,11 +98,15 @@ _HOMES = {
     "planner.plan": "Plan plan",
     "planner.search.auto_split": "auto_split",
     "planner.search.profile": "profile",
-    "runtime.checkpoint": "load_checkpoint save_checkpoint",
     "runtime.wire.local_group": "LocalGroup",
     "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
     "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),
-    "stage": "PipelineStage build_stage",
+    "stage": "PipelineStage PipelineStageInfo build_stage",
+    "training.generate": "generate",
+    "training.pipeline": "Pipeline ProgressBar causal_lm_loss",
+    "training.checkpoint": "load_checkpoint save_checkpoint",
+    "training.scaler": "GradScaler",
+    "training.weights": "load_weights materialize save_weights",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _PACKAGES = ("errors", "graph", "microbatch", "program", "runtime", "schedules", "stage", "viz")
@@ -116,19 +129,24 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "FxpipeError",
+    "GradScaler",
     "Hardware",
     "InputError",
     "LocalGroup",
     "Microbatches",
     "Pipe",
     "PipeInfo",
+    "Pipeline",
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "PipelineStageInfo",
     "PipeliningShapeError",
     "Plan",
     "PlanError",
     "Profile",
+    "ProgressBar",
     "RemoteStageError",
     "Replicate",
     "Schedule1F1B",
@@ -151,13 +169,18 @@ __all__ = [
     "TensorChunkSpec",
     "TraceError",
     "__version__",
+    "analyze_pipeline_activation_liveness",
     "auto_split",
     "aux_loss",
     "build_stage",
+    "causal_lm_loss",
     "collect_aux_losses",
+    "generate",
     "get_schedule_class",
     "improve",
     "load_checkpoint",
+    "load_weights",
+    "materialize",
     "merge_chunks",
     "partition",
     "pipe_split",
@@ -165,6 +188,7 @@ __all__ = [
     "plan",
     "profile",
     "save_checkpoint",
+    "save_weights",
     "split_args_kwargs_into_chunks",
 ]
 __all__ += [name for name in _HOME_OF if name not in __all__]

@@ -7,11 +7,13 @@ from textwrap import dedent
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules as peer
 
 import fxpipe
 from fxpipe import compat
+from fxpipe.compat import passes
 from fxpipe.errors import ScheduleError
-from fxpipe.program import Action, Kind
+from fxpipe.program import Action, Kind, Program
 from fxpipe.program.generators import get_schedule
 from fxpipe.stage import _PipelineStageBase
 
@@ -222,3 +224,142 @@ def test_schedules_of_stages_that_never_run_can_be_listed(name):
     assert set(schedule.stage_index_to_group_rank.values()) == {0, 1, 2, 3}
     with pytest.raises(fxpipe.InputError, match="a Listed stands for a stage and cannot run"):
         schedule.step(torch.zeros(8, 4))
+
+
+def actions(text):
+    return [compat._Action.from_str(cell) for cell in text.split()]
+
+
+def test_passes_over_the_actions_of_a_rank_give_what_the_peer_gives():
+    order = actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
+
+    assert passes._add_reduce_grad(order, 2) == peer._add_reduce_grad(theirs(order), 2)
+    assert passes._add_unshard_reshard(order) == peer._add_unshard_reshard(theirs(order))
+    halves = actions("0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W2 0W1")
+    assert passes._merge_bw(halves) == peer._merge_bw(theirs(halves))
+
+
+def theirs(order):
+    return [peer._Action.from_str(str(action)) for action in order]
+
+
+@pytest.mark.parametrize(
+    ("order", "placed"),
+    [
+        ({0: "0F0 0F1 0B0 0B1", 1: "1F0 1B0 1F1 1B1"}, (0, 1)),
+        (
+            {0: "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", 1: "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"},
+            (0, 1, 1, 0),
+        ),
+        ({0: "0F0 0I0 0W0", 1: "1F0 1I0 1W0"}, (0, 1)),
+    ],
+)
+def test_the_transfers_that_the_peer_adds_are_added(order, placed):
+    given = {rank: actions(row) for rank, row in order.items()}
+    count = 1 + max(a.microbatch_index for row in given.values() for a in row)
+
+    found = passes._add_send_recv(given, placed.__getitem__, len(placed))
+
+    wanted = peer._add_send_recv(
+        {rank: theirs(row) for rank, row in given.items()}, placed.__getitem__, len(placed)
+    )
+    for rank, row in found.items():
+        assert sorted(map(str, row)) == sorted(map(str, wanted[rank]))
+        assert [a for a in row if a.is_compute_op] == given[rank]
+    passes._simulate_comms_compute(found, placed.__getitem__, len(placed))
+    found_places = passes._validate_schedule(given, 2, len(placed), count)
+    assert found_places == dict(enumerate(placed))
+
+
+@pytest.mark.parametrize(
+    "order", [{0: "0F0 0B0"}, {0: "0F0", 1: "1F0"}, {0: "0B0 0F0", 1: "1F0 1B0"}]
+)
+def test_an_order_that_is_not_whole_is_an_assertion_error(order):
+    with pytest.raises(AssertionError):
+        passes._validate_schedule({r: actions(row) for r, row in order.items()}, 2, 2, 1)
+
+
+def test_stages_are_mapped_to_ranks_as_by_the_peer():
+    for style, size, count in [("loop", 2, 4), ("loop", 4, 8), ("v", 2, 4), ("v", 4, 12)]:
+        assert passes.generate_stage_to_rank_mapping(
+            size, count, style
+        ) == peer.generate_stage_to_rank_mapping(size, count, style)
+        assert passes.generate_rank_to_stage_mapping(
+            size, count, style
+        ) == peer.generate_rank_to_stage_mapping(size, count, style)
+
+
+def test_the_order_of_a_schedule_is_listed_by_name():
+    plain = passes.get_schedule_ops("Interleaved1F1B", 2, 4)
+    lowered = passes.get_schedule_ops("Interleaved1F1B", 2, 4, with_comms=True)
+
+    assert [len(row) for row in plain] == [2 * 2 * 4] * 2
+    assert [[a for a in row if a.is_compute_op] for row in lowered] == plain
+    assert "- 1F0" in passes._format_pipeline_order(
+        dict(enumerate(passes.get_schedule_ops("1F1B", 2, 2, add_spacing=True)))
+    )
+
+
+def test_an_order_goes_through_a_file_with_and_without_communication(tmp_path):
+    made, _ = schedule_of(fxpipe.ScheduleInterleavedZeroBubble)
+    for format in ("compute_only", "compute_comms"):
+        read, _ = schedule_of(fxpipe.PipelineScheduleMulti)
+
+        made._dump_csv(tmp_path / "order.csv", format)
+        read._load_csv(tmp_path / "order.csv", format)
+
+        kinds = {"compute_only": made.program, "compute_comms": fused(made)}
+        assert read.program.ranks == kinds[format].ranks
+
+
+def fused(made):
+    """What a lowered program computes: halves of backwards are joined where they gain nothing."""
+    order = made.pipeline_order_with_comms
+    return Program.parse(
+        "\n".join(
+            f"rank {rank}: " + " ".join(str(a) for a in order[rank] if a.is_compute_op)
+            for rank in order
+        )
+    )
+
+
+class Unbalanced(fxpipe.PipelineScheduleMulti):
+    """An order of the user's own, with stages where no schedule of ours puts them."""
+
+    def __init__(self, stages, n_microbatches, **options):
+        super().__init__(stages, n_microbatches, **options)
+        self.pipeline_order = {
+            0: [*actions("0F0 1F0"), None, *actions("3F0 3B0"), None, *actions("1B0 0B0")],
+            1: [None, *actions("2F0 2B0")],
+        }
+        self._validate_and_set_stage_mapping(self.pipeline_order)
+
+
+def test_an_own_class_that_names_its_order_as_with_the_peer_trains():
+    torch.manual_seed(0)
+    stages = [
+        fxpipe.PipelineStage(nn.Linear(4, 4), index, 4, "cpu", group=fxpipe.LocalGroup(2))
+        for index in range(4)
+    ]
+    schedule = Unbalanced(stages, 1, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(2, 4)
+
+    output = schedule.step(x, target=x)
+
+    plain = nn.Sequential(*[stage.submod for stage in stages])
+    torch.testing.assert_close(output, plain(x))
+    assert schedule.stage_index_to_group_rank == {0: 0, 1: 0, 2: 1, 3: 0}
+    assert all(gradient is not None for gradient in gradients(stages))
+
+
+def test_an_order_with_communication_runs_its_compute():
+    plain, expected = schedule_of(fxpipe.ScheduleInterleaved1F1B)
+    given, stages = schedule_of(fxpipe.PipelineScheduleMulti)
+    x = torch.randn(8, 4)
+
+    given.pipeline_order_with_comms = plain.pipeline_order_with_comms
+    given.step(x, target=x)
+    plain.step(x, target=x)
+
+    for ours, wanted in zip(gradients(stages), gradients(expected), strict=True):
+        assert torch.equal(ours, wanted)

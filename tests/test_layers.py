@@ -3,7 +3,7 @@
 The packages and their order are those of docs/architecture.md:
 
     {errors, logs, text, torch_inside} <- {graph, program, microbatch} <- {planner, viz, runtime}
-        <- {stage, schedules} <- cli
+        <- {stage, schedules} <- training <- cli
 
 Names in braces do not know each other, apart from `schedules`, which uses `stage`.
 """
@@ -36,7 +36,9 @@ ALLOWED = {
     "chunk_calls": MATTER | {"runtime"},
     "stage": MATTER | {"planner", "viz", "runtime", "chunk_calls"},
     "schedules": MATTER | {"planner", "viz", "runtime", "chunk_calls", "stage"},
-    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules"},
+    "liveness": MATTER,
+    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules", "liveness"},
+    "training": MATTER | {"runtime", "stage", "schedules"},
     "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
     "__main__": {"cli"},
 }

@@ -57,6 +57,7 @@ class Row:
     kernels: str
     float8: bool
     sequence_parallel: bool
+    ends: int | None
     tokens: float
     memory: float | None
 
@@ -131,6 +132,7 @@ def _row(data: Mapping[str, str]) -> Row:
         data["kernels"],
         data["float8"] == "1",
         data["sequence_parallel"] == "1",
+        number("ends"),
         float(data["tokens_per_s_gpu"]),
         float(data["memory_gib"]) * 2**30 if data["memory_gib"] else None,
     )
@@ -156,8 +158,11 @@ class Predictor:
         )  # fmt: skip
         found = []
         for candidate in _choices(row, len(subject.blocks)):
+            cut = _published_cut(row, candidate, search)
             try:
-                found.append(search.price(candidate))
+                found.append(
+                    search.price(candidate) if cut is None else search.option(candidate, cut)
+                )
             except PlanError:
                 continue
         limit = hardware.memory
@@ -166,13 +171,32 @@ class Predictor:
     def _subject(self, row: Row, hardware: Hardware) -> Subject:
         key = (row.model, row.sequence)
         if key not in self._subjects:
-            sizes: Any = KNOWN.get(row.model)
-            if sizes is None:
+            name, _, kind = row.model.partition("+")
+            sizes: Any = KNOWN.get(name)
+            if sizes is not None:
+                sizes = replace(sizes, repeats_keys=kind == "repeat")
+            else:
                 _, layers, width, heads, kind = row.model.split(":")
                 sizes = gpt(int(layers), int(width), int(heads), fused=kind != "plain")
             model, ids = known_model(sizes, sequence=row.sequence)
             self._subjects[key] = subject_of(model, (ids,), None, sizes.layers, hardware, None)
         return self._subjects[key]
+
+
+def _published_cut(row: Row, candidate: Candidate, search: Search) -> tuple[int, ...] | None:
+    """The stage of each item if the layers are cut evenly, `row.ends` fewer at both ends."""
+    if row.ends is None:
+        return None
+    nodes = search.load(candidate).nodes
+    is_layer = [any("layers" in name for name in names) for names in nodes]
+    each, rest = divmod(sum(is_layer) + 2 * row.ends, candidate.num_stages)
+    assert not rest, (row.title, sum(is_layer))
+    seen, cut = row.ends, []
+    for item, layer in enumerate(is_layer):
+        is_before = not any(is_layer[: item + 1])
+        cut.append(0 if is_before else min(seen // each, candidate.num_stages - 1))
+        seen += layer
+    return tuple(cut)
 
 
 def _choices(row: Row, blocks: int) -> list[Candidate]:

@@ -1,6 +1,6 @@
 """Checkpoint blocks as a plan asks for it.
 
-In:  a module, the names of blocks in it, "selective" or "full".
+In:  a module, the names of blocks in it, "selective", "alternate" or "full".
 Out: the same module, whose blocks keep less and compute part of their forward again.
 
 Blocks are wrapped in place, by their `forward`; parameters and their names stay.
@@ -52,6 +52,8 @@ def _wrap(module: nn.Module, how: Checkpointing) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if how == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+    elif how == "alternate":
+        options["context_fn"] = _alternating
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -64,6 +66,25 @@ def _wrap(module: nn.Module, how: Checkpointing) -> None:
 
 
 _PRODUCTS = frozenset({*flop_registry, CPU_ATTENTION})
+
+
+def _alternating() -> Any:
+    return create_selective_checkpoint_contexts(_Alternate())  # type: ignore[no-untyped-call]
+
+
+class _Alternate:
+    """Keeps attention and the first of every two products of one call."""
+
+    def __init__(self) -> None:
+        self._counts = {False: 0, True: 0}  # the forward, and its repetition
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = _keep(context, op)
+        if kept is CheckpointPolicy.MUST_SAVE and "attention" not in str(op):
+            self._counts[context.is_recompute] += 1
+            if self._counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return kept
 
 
 def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

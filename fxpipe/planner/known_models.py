@@ -30,7 +30,8 @@ class Sizes:
     `gated` has SwiGLU and RMS norms, else GELU, layer norms and learned positions. With
     `experts`, layers from `dense` on have them, each of width `expert_feed`. `rank` is that
     of compressed keys and values (multi-head latent attention), `query_rank` of queries.
-    Without `fused` attention is made of products, a softmax and dropout, as before 2023.
+    Without `fused` attention is made of products, a softmax and dropout, as before 2023; with
+    `repeats_keys` keys and values are repeated for each query head, as before kernels could.
     """
 
     layers: int
@@ -51,6 +52,7 @@ class Sizes:
     rank: int = 0
     query_rank: int = 0
     fused: bool = True
+    repeats_keys: bool = False
 
 
 def gpt(layers: int, width: int, heads: int, *, length: int = 2048, fused: bool = True) -> Sizes:
@@ -166,19 +168,26 @@ class Attention(nn.Module):
         self.each = sizes.head_width or sizes.width // sizes.heads
         self.heads, self.key_heads = sizes.heads, sizes.key_heads or sizes.heads
         self.rotates, self.fused = sizes.gated, sizes.fused
-        both = (self.heads + 2 * self.key_heads) * self.each
-        self.inside = nn.Linear(sizes.width, both, bias=not sizes.gated)
+        self.repeats = self.heads // self.key_heads if sizes.repeats_keys else 1
+        counts = [self.heads * self.each, *[self.key_heads * self.each] * 2]
+        # Three products as in Llama, or one as in GPT.
+        self.inside = nn.ModuleList(
+            nn.Linear(sizes.width, count, bias=not sizes.gated)
+            for count in (counts if sizes.gated else [sum(counts)])
+        )
         self.outside = nn.Linear(self.heads * self.each, sizes.width, bias=not sizes.gated)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape
-        counts = [self.heads * self.each, self.key_heads * self.each, self.key_heads * self.each]
-        parts = self.inside(hidden).split(counts, -1)
+        made = [product(hidden) for product in self.inside]
+        parts = made if len(made) == 3 else made[0].chunk(3, -1)
         query, key, value = (
             part.view(batch, length, -1, self.each).transpose(1, 2) for part in parts
         )
         if self.rotates:
             query, key = _rotated(query), _rotated(key)
+        if self.repeats > 1:
+            key, value = (t.repeat_interleave(self.repeats, 1) for t in (key, value))
         if self.fused:
             mixed = _attention(query, key, value)
         else:
@@ -225,15 +234,14 @@ class Feed(nn.Module):
 
     def __init__(self, width: int, inner: int, gated: bool) -> None:
         super().__init__()
-        self.gated = gated
-        self.up = nn.Linear(width, 2 * inner if gated else inner, bias=not gated)
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+        self.up = nn.Linear(width, inner, bias=not gated)
         self.down = nn.Linear(inner, width, bias=not gated)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         made = self.up(hidden)
-        if self.gated:
-            gate, made = made.chunk(2, -1)
-            made = functional.silu(gate) * made
+        if self.gate is not None:
+            made = functional.silu(self.gate(hidden)) * made
         else:
             made = functional.gelu(made)
         found: torch.Tensor = self.down(made)

@@ -28,6 +28,7 @@ from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
 from fxpipe.planner.cost.watch import PHASES
+from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
 from fxpipe.planner.search.candidates import Space, candidates
 from fxpipe.planner.search.option import Option
@@ -72,7 +73,8 @@ def plan(
     sizes: Mapping[str, int] | None = None,
     profile: Profile | None = None,
     improve: bool = False,
-    effort: int = 150_000,
+    objective: Objective = "step",
+    effort: int = 400_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Find out how to train a model on given ranks.
@@ -96,6 +98,8 @@ def plan(
         sizes: sizes other than the batch to plan for, such as {"sequence": 8192}.
         profile: measured times, which replace the estimated ones where they exist.
         improve: search for a better order of actions than the chosen schedule's.
+        objective: make one step by itself short, or the "period" from step to step if no rank
+            waits for another between two steps.
         effort: how many actions to simulate in all.
         progress: called with (done, of all) as the search goes on.
 
@@ -134,6 +138,7 @@ def plan(
         dict(pin or {}),
         tuple(tuple(group) for group in together),
         None if profile is None else profile.reprice(subject),
+        objective=objective,
     )
     found = candidates(
         num_ranks,
@@ -147,7 +152,7 @@ def plan(
     if not options or options[0].missing(limit) > 0:
         raise PlanError(shortage_text(options, num_ranks, limit, len(found)))
     if improve:
-        options = [rearranged(options[0], where, limit), *options[1:]]
+        options = [rearranged(options[0], where, limit, objective), *options[1:]]
     return Plan(
         tuple(options[:_KEPT]),
         where,
@@ -165,7 +170,7 @@ def plan(
     )
 
 
-def what_if(found: Plan, *, effort: int = 60_000) -> list[tuple[str, Plan | None]]:
+def what_if(found: Plan, *, effort: int = 150_000) -> list[tuple[str, Plan | None]]:
     """The plan again with one thing changed; None where nothing fits.
 
     Raises:

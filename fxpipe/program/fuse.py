@@ -16,7 +16,7 @@ from fxpipe.program.action import Action, Edges, Kind
 from fxpipe.program.play.walk import check_edges
 from fxpipe.program.program import Program
 
-__all__ = ["fuse_backward"]
+__all__ = ["fuse_backward", "join_halves"]
 
 
 def fuse_backward(
@@ -51,7 +51,7 @@ def fuse_backward(
     for rank, given in enumerate(program.ranks):
         stages = program.placement.stages_of(rank)
         kept = given if useless.isdisjoint(stages) else _drop_useless(given, useless)
-        ranks.append(kept if joinable.isdisjoint(stages) else _join_neighbours(kept, joinable))
+        ranks.append(kept if joinable.isdisjoint(stages) else join_halves(kept, joinable))
     return Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
 
 
@@ -68,7 +68,8 @@ def _drop_useless(actions: Iterable[Action], stages: set[int]) -> list[Action]:
     return kept
 
 
-def _join_neighbours(actions: Iterable[Action], stages: set[int]) -> list[Action]:
+def join_halves(actions: Iterable[Action], stages: set[int]) -> list[Action]:
+    """One rank's actions with I and the W right behind it as one B, on these stages."""
     joined: list[Action] = []
     for action in actions:
         if (

@@ -71,6 +71,15 @@ class Timeline:
                 ends[span.rank] = max(ends[span.rank], span.end)
         return tuple(zip(starts, ends, strict=True))
 
+    @cached_property
+    def period(self) -> float:
+        """The time from one step to the next if ranks do not wait for each other in between.
+
+        Each rank may begin its next step when its own is done, so steps follow each other as
+        quickly as the rank with the longest own span allows.
+        """
+        return max((end - start for start, end in self.extent), default=0.0)
+
     @property
     def idle_per_rank(self) -> tuple[float, ...]:
         """For each rank, the share of the makespan in which it does not compute."""
@@ -100,7 +109,9 @@ class Timeline:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the most bytes it ever holds."""
+        """For each rank, the most bytes it ever holds; empty if memory was not measured."""
+        if not any(self.memory):
+            return ()
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:

@@ -60,6 +60,7 @@ class Session:
         self.hooks = hooks
         self.records_spans = False
         self.sums_weights: bool | None = None
+        self.grad_scale = 1.0
         self.changing = ChangingBuffers()
         self.plan: StepPlan | None = None
         self.run: StepRun | None = None  # while it runs

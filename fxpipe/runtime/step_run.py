@@ -68,6 +68,7 @@ class Context(Protocol):
     program: Program
     options: Options
     sums_weights: bool | None
+    grad_scale: float
     changing: ChangingBuffers
 
     @property
@@ -120,6 +121,7 @@ class StepRun:
             wants_loss=plan.wants_loss,
             autocast=session.autocast(),
             batch_weight=batch_weight if session.options.scale_grads else 1.0,
+            grad_scale=session.grad_scale,
         )
 
     def run(self) -> Outcome:

@@ -20,6 +20,7 @@ from fxpipe.runtime.agree.arguments import (
     action_kind,
     count_microbatches,
     count_ranks,
+    floating_dtype,
     measured_timeline,
     running_stages,
     stage_list,
@@ -28,6 +29,7 @@ from fxpipe.runtime.agree.arguments import (
 from fxpipe.runtime.agree.request import Call, Options
 from fxpipe.runtime.norms import clip
 from fxpipe.runtime.session import Session
+from fxpipe.runtime.share import share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.stage import PipelineStage
@@ -50,6 +52,8 @@ class Schedule:
         timeout: seconds after which a rank that waits gives up and says for whom;
             default 1800, or the environment variable FXPIPE_TIMEOUT.
         receives: "early" posts receives when the sender sends, "late" just before use.
+        boundary_dtype: what wider floating-point values travel as between ranks, such as
+            torch.bfloat16: half the bytes, and gradients rounded accordingly.
         max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
         tied: parameters that hand-written stages share, as lists of (stage, name).
     """
@@ -68,6 +72,7 @@ class Schedule:
         *,
         timeout: float | None = None,
         receives: str = "early",
+        boundary_dtype: torch.dtype | None = None,
         max_unsharded: int = 3,
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
@@ -83,6 +88,7 @@ class Schedule:
             scale_grads=scale_grads,
             timeout=timeout_seconds(timeout),
             receives=receives,
+            boundary_dtype=floating_dtype(boundary_dtype),
             max_unsharded=max_unsharded,
             tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )
@@ -202,6 +208,30 @@ class Schedule:
         with torch.no_grad():
             return self._run(Call(False, args, kwargs, target, loss_kwargs or {}, *more))
 
+    @property
+    def grad_scale(self) -> float:
+        """A factor of the gradients of the following steps, but not of the reported loss.
+
+        For accumulation and gradient scalers. Set the same on every rank.
+        """
+        return self._session.grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, factor: float) -> None:
+        self._session.grad_scale = float(factor)
+
+    def shared_loss(self) -> torch.Tensor:
+        """The loss of the latest call, on every rank. Call it on every rank.
+
+        One small exchange; on an accelerator it waits for the loss to be computed.
+        """
+        found = self.share("shared_loss", None if self.loss is None else float(self.loss))
+        return torch.tensor(found) if self.loss is None else self.loss
+
+    def share(self, call: str, value: Any, *, default: Any = ...) -> Any:
+        """What the rank that knows it says, on every rank. Call it on every rank."""
+        return share(self._session, call, value, default)
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -220,6 +250,13 @@ class Schedule:
     def after(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
         """Call `callback(action)` after every action of a kind."""
         self._hooks.after.setdefault(action_kind(kind), []).append(callback)
+        self._hooks.version += 1
+
+    def remove_hook(self, kind: str | Kind, callback: Callable[[Action], None]) -> None:
+        """Take back what `before` or `after` was given."""
+        key = action_kind(kind)
+        for hooks in (self._hooks.before, self._hooks.after):
+            hooks[key] = [hook for hook in hooks.get(key, []) if hook != callback]
         self._hooks.version += 1
 
     def replace(self, kind: str | Kind, function: Callable[[ActionContext], None]) -> None:

@@ -451,8 +451,10 @@ class Rank:
 
     def do_save(self, call: Call, record: Record) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            save_checkpoint(folder, self.stages)
-            load_checkpoint(folder, self.stages)
+            shared = [folder]
+            dist.broadcast_object_list(shared)
+            save_checkpoint(shared[0], self.stages)
+            load_checkpoint(shared[0], self.stages)
 
     def do_hook(self, call: Call, record: Record) -> None:
         index = call.number % self.history.num_stages

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -219,3 +220,40 @@ def without_descriptors(rank: int) -> None:
 
 def test_too_few_descriptors_on_one_rank_are_named_on_all() -> None:
     run_on_ranks(2, without_descriptors)
+
+
+class Slow(nn.Module):
+    is_bad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.15)
+        if self.is_bad:
+            raise ValueError("bad batch")
+        return x
+
+
+def learn_of_a_failure_late(rank: int) -> None:
+    slow = Slow()
+    made = schedule(rank, [nn.Sequential(module, slow) for module in blocks(2)])
+    made.step(X, target=Y)
+    store = made._session._control._store
+    get = store.get
+
+    def late(key: str) -> bytes:
+        found: bytes = get(key)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.4)
+        return found
+
+    store.get = late
+    slow.is_bad = rank == 1
+    with pytest.raises(BaseException, match="bad batch"):
+        made.step(X, target=Y)
+    slow.is_bad = False
+
+    made.step(X, target=Y)
+
+
+def test_a_failure_that_all_got_over_does_not_come_back() -> None:
+    # The watching thread had asked the store, and noted the answer in the next step.
+    run_on_ranks(2, learn_of_a_failure_late)

@@ -309,3 +309,32 @@ def test_a_frozen_stage_may_return_the_same_buffer_each_time(is_view: bool) -> N
 
     F.mse_loss(plain[1](plain[0].linear(X)), Y).backward()
     torch.testing.assert_close(modules[1].weight.grad, plain[1].weight.grad)
+
+
+class WeightedLoss(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target).pow(2) * self.scale).mean()
+
+
+def test_gradients_of_the_loss_and_the_target_are_put_back() -> None:
+    # Only the stages' own parameters were.
+    modules = parts()
+    loss, target = WeightedLoss(), Y.clone().requires_grad_()
+    made = schedule_of(modules, loss_fn=loss)
+    made.step(X, target=target)
+    before = [loss.scale.grad.clone(), target.grad.clone()]
+    remove = in_forward(modules, made, ValueError("bad batch"))
+
+    with pytest.raises(ValueError, match="bad batch"):
+        made.step(X, target=target)
+
+    assert same([loss.scale.grad, target.grad], before)
+    remove()
+    made.step(X, target=target)
+    torch.testing.assert_close(loss.scale.grad, 2 * before[0])

@@ -86,15 +86,22 @@ def op_time(op: Op, hardware: Hardware, layout: Layout) -> float:
     return hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
 
 
-def share_of(seen: Observation, layout: Layout, stream: float, source: float) -> Observation:
-    """One rank's share of a node whose first output has `stream` bytes and input `source`."""
+def share_of(
+    seen: Observation, layout: Layout, stream: float, source: float, *, regathers: bool = False
+) -> Observation:
+    """One rank's share of a node whose first output has `stream` bytes and input `source`.
+
+    `regathers` says that a product's gathered input is gathered again for the backward rather
+    than kept whole.
+    """
     if layout.context > 1:
         seen = _context_parallel(seen, layout.context)
         stream, source = stream / layout.context, source / layout.context
     if layout.expert > 1:
         seen = _expert_parallel(seen, layout.expert)
     if layout.tensor > 1:
-        seen = _tensor_parallel(seen, layout.tensor, layout.sequence, stream, source)
+        sizes = (stream, source)
+        seen = _tensor_parallel(seen, layout.tensor, layout.sequence, *sizes, regathers)
     return seen
 
 
@@ -113,7 +120,7 @@ def _context_parallel(seen: Observation, ranks: int) -> Observation:
     # Keys and values go round once in the forward; in the backward their gradients do, too.
     more = [_collective("ring", "context", keys)] if keys else []
     back = [_collective("ring", "context", 2 * keys)] if keys and seen.backward_input else []
-    return _scaled(
+    made = _scaled(
         replace(
             seen,
             forward=(*map(part, seen.forward), *more),
@@ -121,6 +128,12 @@ def _context_parallel(seen: Observation, ranks: int) -> Observation:
             backward_weight=tuple(map(part, seen.backward_weight)),
         ),
         1 / ranks,
+    )
+    # Keys and values of all ranks pass through, in the backward with their gradients.
+    return replace(
+        made,
+        forward_peak=made.forward_peak + keys,
+        backward_peak=made.backward_peak + 2 * keys,
     )
 
 
@@ -147,11 +160,11 @@ def _expert_parallel(seen: Observation, ranks: int) -> Observation:
 
 
 def _tensor_parallel(
-    seen: Observation, ranks: int, sequence: bool, stream: float, source: float
+    seen: Observation, ranks: int, sequence: bool, stream: float, source: float, regathers: bool
 ) -> Observation:
     def part(op: Op) -> Op:
-        if op.group:
-            return op
+        if op.group:  # heads are divided, and tokens on their way to experts
+            return replace(op, num_bytes=op.num_bytes / ranks)
         if op.op_class == "memory" and not sequence and stream and op.made_bytes == stream:
             return op
         moved = op.num_bytes / ranks
@@ -180,14 +193,19 @@ def _tensor_parallel(
         backward_input=(*map(part, seen.backward_input), *[reduce] * back),
         backward_weight=tuple(map(part, seen.backward_weight)),
     )
-    # What is gathered for the products of a block is whole for a moment.
-    gathered = stream if sequence and ahead else 0.0
     made = _scaled(made, 1 / ranks)
+    # Each reduction has its gather: the input of the products before it is whole, one after
+    # the other or, if it is kept for the weights' gradients, all of them. In the backward the
+    # input's gradient is whole, beside the part of another product or the input once more.
+    count = max(ahead, back) if sequence else 0
+    gathered = size if count else 0.0
+    saved = 0.0 if regathers or not back else count * gathered
     return replace(
         made,
-        kept_inside=inside,
-        forward_peak=made.forward_peak + gathered,
-        backward_peak=made.backward_peak + gathered,
+        kept_inside=inside + saved,
+        forward_peak=made.forward_peak + max(gathered, saved),
+        backward_peak=made.backward_peak + 2 * gathered,
+        deferred=made.deferred + saved,
     )
 
 

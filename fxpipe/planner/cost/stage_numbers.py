@@ -31,9 +31,8 @@ class StageNumbers:
     `kept` is made by the stage and held from forward to backward, `kept_received` is held
     as well and was sent by another stage. Peaks are beyond all that is held when an
     action starts. `gradients` are buffers that live from the first backward on; `reduced` and
-    `gathered` are what gradients and weights come to in collectives of the replicas,
-    `unsharded` what sharding holds whole at a time. `exposed` is the part of the times in
-    which collectives are waited for.
+    `gathered` are what gradients and weights come to in collectives of the replicas. `exposed`
+    is the part of the times in which collectives are waited for.
     """
 
     forward: float = 0.0
@@ -50,7 +49,6 @@ class StageNumbers:
     weight_peak: float = 0.0
     reduced: float = 0.0
     gathered: float = 0.0
-    unsharded: float = 0.0
     exposed: float = 0.0
 
     @property
@@ -91,6 +89,7 @@ class _Play:
         self.sent = {root(value) for value in sent}
         self.own = {root((n.name, i)) for n in nodes for i in range(len(n.outputs))}
         self.held = {value for node in nodes for value in load.loads[node.name].keeps}
+        self.whole = [self._whole(node) for node in nodes]
 
     def numbers(self) -> StageNumbers:
         loads = [self.loads[node.name] for node in self.nodes]
@@ -113,19 +112,25 @@ class _Play:
             max((one.gradients for one in state), default=0.0),
             math.fsum(one.reduced for one in state),
             math.fsum(one.gathered for one in state),
-            self._gathered(),
             math.fsum(load.exposed for load in loads),
         )
 
-    def _gathered(self) -> float:
-        """Whole weights of two nodes, and gradients of one, that sharding holds at a time."""
+    def _whole(self, node: NodeInfo) -> tuple[float, float, float]:
+        """What sharding holds of a node at a time: weights, new gradients, those in reduction.
+
+        Gradients of a block are made in the weights' precision and wait for each other.
+        """
         layout, states = self.load.layout, self.load.states
-        if layout.sharding < 2 or layout.context * layout.data == 1:
-            return 0.0
-        whole = sorted(math.fsum(states[p].gathered for p in n.parameters) for n in self.nodes)
-        reduced = [math.fsum(states[p].reduced for p in n.parameters) for n in self.nodes]
-        held = math.fsum(whole[-2:]) if layout.sharding == 3 else 0.0
-        return held + max(reduced, default=0.0)
+        if not layout.sharding or layout.context * layout.data == 1:
+            return 0.0, 0.0, 0.0
+        weights = math.fsum(states[p].gathered for p in node.parameters)
+        reduced = math.fsum(states[p].reduced for p in node.parameters)
+        fresh = weights if node.is_block and not self.load.training.is_fused else 0.0
+        return (
+            weights if layout.sharding == 3 else 0.0,
+            fresh,
+            reduced if layout.sharding >= 2 else 0.0,
+        )
 
     def _bytes(self, values: set[ValueId]) -> float:
         found = (value for value in values if not is_model_input(self.costs, value))
@@ -140,6 +145,8 @@ class _Play:
         peak, inside = 0.0, 0.0
         for at, node in enumerate(self.nodes):
             level = inside + math.fsum(alive.values())
+            # Sharded weights are whole on the node and, ahead of time, on the next.
+            level += math.fsum(weights for weights, _, _ in self.whole[at : at + 2])
             peak = max(peak, level + self.loads[node.name].forward_peak)
             inside += self.loads[node.name].inside
             for place in range(len(node.outputs)):
@@ -164,6 +171,11 @@ class _Play:
             node = self.nodes[at]
             load = self.loads[node.name]
             level = load.backward_peak - freed
+            weights, fresh, reduced = self.whole[at]
+            level += weights + fresh + (self.whole[at - 1][0] if at else 0.0)
+            # While a node is at work, the gradients of the one before are on their way.
+            level += self.whole[at + 1][2] if at + 1 < len(self.nodes) else 0.0
+            peak = max(peak, level - load.backward_peak + reduced)
             # The gradient of what later nodes of the stage read; others have arrived.
             level += math.fsum(
                 self.load.value_bytes((node.name, place))

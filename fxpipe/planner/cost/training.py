@@ -29,10 +29,18 @@ __all__ = [
     "with_loss",
 ]
 
-Checkpointing = Literal["none", "selective", "1/4", "1/2", "3/4", "full"]
+Checkpointing = Literal["none", "selective", "alternate", "1/4", "1/2", "3/4", "full"]
 CHECKPOINTS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _SHARES: Mapping[str, float] = MappingProxyType(
-    {"none": 0.0, "selective": 1.0, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "full": 1.0}
+    {
+        "none": 0.0,
+        "selective": 1.0,
+        "alternate": 1.0,
+        "1/4": 0.25,
+        "1/2": 0.5,
+        "3/4": 0.75,
+        "full": 1.0,
+    }
 )
 
 OPTIMIZERS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -67,8 +75,8 @@ class Training:
 
     Checkpointing applies to blocks (modules with parts): "full" keeps a block's inputs
     and runs its forward again, "1/2" does so for every other block, "selective" also keeps
-    the results of products and repeats only the rest. `has_loss` prices a cross entropy
-    after the model's output.
+    the results of products and repeats only the rest, "alternate" keeps those of every other
+    product. `has_loss` prices a cross entropy after the model's output.
     """
 
     optimizer: str = "adamw-master"
@@ -85,6 +93,11 @@ class Training:
         ):
             if value not in known:
                 raise PlanError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels add to gradients themselves, and gather what they read again."""
+        return self.kernels in ("fused", "overlapped")
 
     def recomputes(self, block: int) -> bool:
         """Whether the block with this number computes its forward again."""
@@ -154,27 +167,38 @@ def as_run(seen: Observation, training: Training, *, is_block: bool) -> Observat
         moved = sum(op.num_bytes - op.fixed_bytes for op in ops if op.op_class == "matmul")
         return (Op("cast", "memory", "bfloat16", 0, 0.75 * moved, 0),) if moved else ()
 
-    is_fused = training.kernels in ("fused", "overlapped")
     weight = tuple(
         op
         for op in seen.backward_weight
-        if not (is_fused and op.name == "aten.add_" and op.state_bytes)
+        if not (training.is_fused and op.name == "aten.add_" and op.state_bytes)
     )
+    # The product at work has its operands in 8 bits as well.
+    copies = max((op.num_bytes for op in seen.forward if op.op_class == "matmul"), default=0.0) / 2
+    copies *= training.float8 and is_block
     return replace(
         seen,
+        forward_peak=seen.forward_peak + copies,
+        backward_peak=seen.backward_peak + copies,
         forward=(*map(run, seen.forward), *casts(seen.forward)),
         backward_input=(*map(run, seen.backward_input), *casts(seen.backward_input)),
         backward_weight=tuple(map(run, weight)),
     )
 
 
-def with_loss(seen: Observation, numel: float, itemsize: int) -> Observation:
-    """The node that makes the output, with a float32 cross entropy of it."""
+def with_loss(
+    seen: Observation, numel: float, itemsize: int, *, is_divided: bool = False
+) -> Observation:
+    """The node that makes the output, with a float32 cross entropy of it.
+
+    Where the words are divided among ranks, one more float32 copy lives for a moment: shifted
+    scores beside their exponentials, then the gradient beside what it is added to.
+    """
 
     def op(num_bytes: float) -> Op:
         return Op("loss", "memory", "float32", 0, num_bytes, 0)
 
     wide = 0 if itemsize >= 4 else 4 * numel
+    more = 4 * numel if is_divided else 0
     return replace(
         seen,
         forward=(*seen.forward, op(wide + itemsize * numel), op(8 * numel)),
@@ -182,6 +206,6 @@ def with_loss(seen: Observation, numel: float, itemsize: int) -> Observation:
         # The output itself and float32 scores wait for the backward, which makes the gradient
         # of both before it makes that of the output.
         kept_inside=seen.kept_inside + 4 * numel + (itemsize * numel if wide else 0),
-        forward_peak=seen.forward_peak + wide + 4 * numel,
-        backward_peak=max(seen.backward_peak + itemsize * numel, 8 * numel),
+        forward_peak=seen.forward_peak + wide + 4 * numel + more,
+        backward_peak=max(seen.backward_peak + itemsize * numel, 8 * numel + more),
     )

@@ -22,7 +22,7 @@ from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.node_runs import Sizes
 from fxpipe.planner.cost.parallel import Layout, communication, op_time, share_of
 from fxpipe.planner.cost.training import State, Training, as_run, state_of, with_loss
-from fxpipe.planner.cost.watch import PHASES, Observation, Phase
+from fxpipe.planner.cost.watch import PHASES, Observation, Op, Phase
 from fxpipe.planner.partition.work import Flow, Item, Shared, Work
 
 __all__ = ["NodeLoad", "Workload", "workload_of"]
@@ -120,12 +120,13 @@ def workload_of(
 
 @dataclass(frozen=True, slots=True)
 class _Price:
-    """Seconds of each phase, of the part of the forward that is not products, of waiting."""
+    """Seconds of each phase, of a forward's cheap parts, of every other product, of waiting."""
 
     forward: float
     backward_input: float
     backward_weight: float
     cheap: float
+    every_other: float
     exposed: float
 
 
@@ -169,8 +170,10 @@ class _Prices:
         )
         if is_last and floats:
             size = floats[0][1].dtype.itemsize
-            seen = with_loss(seen, stream / size, size)
-        return share_of(seen, self.layout, stream, source)
+            divided = self.layout.tensor > 1
+            seen = with_loss(seen, stream / size, size, is_divided=divided)
+        regathers = self.training.is_fused
+        return share_of(seen, self.layout, stream, source, regathers=regathers)
 
     def _price(self, node: NodeInfo, seen: Observation) -> _Price:
         machine, layout = self.hardware, self.layout
@@ -188,13 +191,15 @@ class _Prices:
             for op in seen.forward
             if op.op_class == "memory" and not op.group
         )
+        every_other = math.fsum(op_time(op, machine, layout) for op in _every_other(seen))
         whole = {phase: times[phase] + waits[phase] for phase in PHASES}
         if layout.sharding >= 2 and layout.context * layout.data > 1:
             whole = self._hidden(node, whole)
         exposed = math.fsum(whole.values()) - math.fsum(times.values())
         return _Price(
-            whole["forward"], whole["backward_input"], whole["backward_weight"], cheap, exposed
-        )
+            whole["forward"], whole["backward_input"], whole["backward_weight"], cheap,
+            every_other, exposed,
+        )  # fmt: skip
 
     def _hidden(self, node: NodeInfo, times: Mapping[Phase, float]) -> dict[Phase, float]:
         """Times with gathers of weights and scatters of gradients beside them."""
@@ -215,6 +220,11 @@ class _Prices:
         }
 
 
+def _every_other(seen: Observation) -> list[Op]:
+    """The products that "alternate" checkpointing computes again: the second of every two."""
+    return [op for op in seen.forward if op.op_class not in ("memory", "attention")][1::2]
+
+
 def _load(
     costs: GraphCosts,
     node: NodeInfo,
@@ -231,10 +241,15 @@ def _load(
     has_backward = price.backward_input or price.backward_weight
     if node.is_block and has_backward and training.recomputes(number):
         keeps = inputs
-        is_full = training.checkpointing != "selective"
-        products = sum(op.made_bytes for op in seen.forward if op.op_class != "memory")
-        inside = 0.0 if is_full else min(inside, products)
-        repeated = price.forward if is_full else price.cheap
+        products = [op.made_bytes for op in seen.forward if op.op_class != "memory"]
+        again = [op.made_bytes for op in _every_other(seen)]
+        if training.checkpointing == "selective":
+            inside, repeated = min(inside, math.fsum(products)), price.cheap
+        elif training.checkpointing == "alternate":
+            inside = min(inside, math.fsum(products) - math.fsum(again))
+            repeated = price.cheap + price.every_other
+        else:
+            inside, repeated = 0.0, price.forward
     kept = tuple(value for value in dict.fromkeys(keeps) if not is_model_input(costs, value))
     return NodeLoad(
         price.forward,

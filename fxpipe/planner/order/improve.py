@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import PlanError, ScheduleError
 from fxpipe.planner.order.memory_limit import MemoryLimit, limits_of
-from fxpipe.planner.order.orders import Orders, Timing
+from fxpipe.planner.order.orders import Objective, Orders, Timing
 from fxpipe.planner.order.schedule_bound import lower_bound
 from fxpipe.program import Action, Costs, Edges, Kind, Program, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
@@ -37,8 +37,9 @@ _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 class Improved:
     """What `improve` found.
 
-    `before` and `makespan` are simulated times of the program given and of `program`;
-    `bound` is below the makespan of every order of the same actions within the memory.
+    `before` and `length` are simulated times of the program given and of `program`: of a step
+    by itself or, if that was the objective, from step to step. `bound` is below the length of
+    every order of the same actions within the memory.
     """
 
     program: Program
@@ -46,16 +47,21 @@ class Improved:
     before: float
     bound: float
     start: str
+    objective: Objective = "step"
 
     @property
     def makespan(self) -> float:
         return self.timeline.makespan
 
+    @property
+    def length(self) -> float:
+        return _length(self.timeline, self.objective)
+
     def __str__(self) -> str:
-        gain = 1 - self.makespan / self.before if self.before else 0.0
-        above = self.makespan / self.bound - 1 if self.bound else 0.0
+        gain = 1 - self.length / self.before if self.before else 0.0
+        above = self.length / self.bound - 1 if self.bound else 0.0
         return (
-            f"{self.program.name}: {self.makespan:.6g} instead of {self.before:.6g} "
+            f"{self.program.name}: {self.length:.6g} instead of {self.before:.6g} "
             f"({gain:.2%} quicker), at most {above:.2%} above the best possible "
             f"({self.bound:.6g}); {self.timeline.idle:.2%} idle, started from {self.start}"
         )
@@ -70,8 +76,12 @@ def improve(
     seed: int = 0,
     budget: int = 2_000_000,
     starts: Sequence[Program] | None = None,
+    objective: Objective = "step",
 ) -> Improved:
     """Look for an order of a program's actions that ends earlier.
+
+    With the objective "period" one that lets steps follow each other sooner, each rank
+    beginning the next step when its own is done (`Timeline.period`).
 
     `memory_limit` is what a rank may hold in the units of the costs (one number, or one per
     rank); without it the program's own peak of each rank. `starts` replaces the named
@@ -88,14 +98,14 @@ def improve(
     given = simulate(program, costs, edges)
     limits = given.peak_memory if memory_limit is None else limits_of(program, memory_limit)
     others = named_starts(program) if starts is None else list(starts)
-    judge = _Judge(costs, edges, limits)
+    judge = _Judge(costs, edges, limits, objective)
     judge.consider(program, given, program.name or "the program given")
     budget_each = budget // 2
     ranked = _best_starts(program, others, costs, edges, limits, judge)
     for orders, main, patience, name in ranked[:2]:
         judge.start = name
         share = budget_each // min(2, len(ranked))
-        goal = lower_bound(orders.program, costs, edges, limits)
+        goal = _bound(orders.program, costs, edges, limits, objective)
         best = _search_fills(orders, main, patience, random.Random(seed), share, goal)
         judge.consider_orders(orders, best.ranks)
         best = _search_moves(orders, best, random.Random(seed + 1), share, goal)
@@ -104,8 +114,23 @@ def improve(
         raise PlanError(_shortage(program, given, limits))
     best_program, timeline, start = judge.best
     validate(best_program, edges)
-    bound = min(lower_bound(best_program, costs, edges, limits), timeline.makespan)
-    return Improved(best_program, timeline, given.makespan, bound, start)
+    length = _length(timeline, objective)
+    bound = min(_bound(best_program, costs, edges, limits, objective), length)
+    before = _length(given, objective)
+    return Improved(best_program, timeline, before, bound, start, objective)
+
+
+def _length(timeline: Timeline, objective: Objective) -> float:
+    return timeline.period if objective == "period" else timeline.makespan
+
+
+def _bound(
+    program: Program, costs: Costs, edges: Edges, limits: Sequence[float], objective: Objective
+) -> float:
+    """A time that no order is below; from step to step, that is the busiest rank's work."""
+    if objective == "step":
+        return lower_bound(program, costs, edges, limits)
+    return max(simulate(program, costs, edges).busy)
 
 
 def named_starts(program: Program) -> list[Program]:
@@ -123,8 +148,10 @@ def named_starts(program: Program) -> list[Program]:
 class _Judge:
     """Keeps the best program by the real simulator, among those that fit."""
 
-    def __init__(self, costs: Costs, edges: Edges, limits: Sequence[float]) -> None:
-        self.costs, self.edges, self.limits = costs, edges, limits
+    def __init__(
+        self, costs: Costs, edges: Edges, limits: Sequence[float], objective: Objective
+    ) -> None:
+        self.costs, self.edges, self.limits, self.objective = costs, edges, limits, objective
         self.best: tuple[Program, Timeline, str] | None = None
         self.start = ""
 
@@ -132,7 +159,8 @@ class _Judge:
         slack = 1 + 1e-9
         if any(h > m * slack for h, m in zip(timeline.peak_memory, self.limits, strict=True)):
             return
-        if self.best is None or timeline.makespan < self.best[1].makespan * (1 - 1e-12):
+        length = _length(timeline, self.objective)
+        if self.best is None or length < _length(self.best[1], self.objective) * (1 - 1e-12):
             self.best = (program, timeline, start)
 
     def consider_orders(self, orders: Orders, ranks: Sequence[Sequence[int]]) -> None:
@@ -159,16 +187,16 @@ def _best_starts(
         if index:
             judge.consider(start, simulate(start, costs, edges), name)
         variant = _split(start) if splits else start
-        orders = Orders(variant, costs, edges, limits)
+        orders = Orders(variant, costs, edges, limits, judge.objective)
         options = [
-            (timing.makespan, patience)
+            (timing.length, patience)
             for patience in _PATIENCE
             if (timing := orders.fill(orders.main(), [patience] * program.num_ranks)) is not None
         ]
         if options:
-            makespan, patience = min(options)
+            length, patience = min(options)
             chosen = (orders, orders.main(), [patience] * program.num_ranks, name)
-            found.append((makespan, index, chosen))
+            found.append((length, index, chosen))
     found.sort(key=lambda entry: entry[:2])
     return [start for _, _, start in found]
 
@@ -250,8 +278,8 @@ def _anneal(
 ) -> Timing:
     """Simulated annealing until the goal is met or the budget is spent.
 
-    The score is the makespan and a little of all ranks' ends, since many changes that lead
-    somewhere leave the makespan alone at first.
+    The score is the length and a little of all ranks' spans, since many changes that lead
+    somewhere leave the length alone at first.
     """
     timing = evaluate(state)
     assert timing is not None
@@ -259,7 +287,7 @@ def _anneal(
     rounds = budget // len(orders.actions)
     unit = math.fsum(orders.durations) / len(orders.durations)
     for turn in range(rounds):
-        if best.makespan <= goal * (1 + 1e-9):
+        if best.length <= goal * (1 + 1e-9):
             break
         heat = unit * 0.2 * 0.05 ** (turn / rounds)
         proposed = propose(state, timing)
@@ -269,13 +297,13 @@ def _anneal(
         worse = _score(tried) - score
         if worse <= 0 or rng.random() < math.exp(-worse / heat):
             state, timing, score = proposed, tried, score + worse
-            if tried.makespan < best.makespan * (1 - 1e-12):
+            if tried.length < best.length * (1 - 1e-12):
                 best = tried
     return best
 
 
 def _score(timing: Timing) -> float:
-    return timing.makespan + 0.3 * math.fsum(timing.rank_ends) / len(timing.rank_ends)
+    return timing.length + 0.3 * math.fsum(timing.spans) / len(timing.spans)
 
 
 def _move(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from fxpipe.planner.order.fill import FillWeights
 from fxpipe.program import Action, Costs, Edges, Kind, Program, reads, writes
@@ -20,26 +21,33 @@ from fxpipe.program.memory import kept_at_ends
 from fxpipe.program.play.engine import Play, Times, cost_times
 from fxpipe.program.play.numbering import Numbering
 
-__all__ = ["Orders", "Timing"]
+__all__ = ["Objective", "Orders", "Timing"]
+
+Objective = Literal["step", "period"]
+"""What is to be short: one step by itself, or the time from step to step without a barrier."""
 
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """An order of each rank, when each rank ends, and what each action waited for (-1: none)."""
+    """An order of each rank, how long each rank takes, what each action waited for (-1: none).
+
+    `spans[rank]` is the time that counts: to the rank's end, from the step's start or, if the
+    period counts, from the rank's own.
+    """
 
     ranks: tuple[tuple[int, ...], ...]
     causes: Sequence[int]
-    rank_ends: tuple[float, ...]
+    spans: tuple[float, ...]
 
     @property
-    def makespan(self) -> float:
-        return max(self.rank_ends)
+    def length(self) -> float:
+        return max(self.spans)
 
     def critical_path(self) -> list[int]:
-        """Actions of which each let the next one start; the last one ends last."""
-        slowest = max(range(len(self.ranks)), key=lambda rank: self.rank_ends[rank])
+        """Actions of which each let the next one start, up to the end of the slowest rank."""
+        slowest = max(range(len(self.ranks)), key=lambda rank: self.spans[rank])
         path, action = [], self.ranks[slowest][-1]
         while action >= 0:
             path.append(action)
@@ -54,9 +62,14 @@ class Orders:
     """
 
     def __init__(
-        self, program: Program, costs: Costs, edges: Edges, limits: Sequence[float]
+        self,
+        program: Program,
+        costs: Costs,
+        edges: Edges,
+        limits: Sequence[float],
+        objective: Objective = "step",
     ) -> None:
-        self.program, self.limits = program, limits
+        self.program, self.limits, self.objective = program, limits, objective
         self.actions = [action for actions in program.ranks for action in actions]
         self.rank_of = [r for r, actions in enumerate(program.ranks) for _ in actions]
         self._number = {action: number for number, action in enumerate(self.actions)}
@@ -141,10 +154,14 @@ class Orders:
 
     def _timing(self, play: Play, ranks: Sequence[tuple[int, ...]]) -> Timing:
         causes = [-1] * len(self.actions)
-        for _, rank, at, _, late in play.done:
+        starts = [0.0] * len(ranks)
+        for _, rank, at, start, late in play.done:
             order = ranks[rank]
             causes[order[at]] = self._maker[late] if late >= 0 else order[at - 1] if at else -1
-        return Timing(tuple(ranks), causes, tuple(play.free_at))
+            if not at and self.objective == "period":
+                starts[rank] = start
+        spans = (end - start for start, end in zip(starts, play.free_at, strict=True))
+        return Timing(tuple(ranks), causes, tuple(spans))
 
 
 def _times(program: Program, costs: Costs, edges: Edges) -> Times:

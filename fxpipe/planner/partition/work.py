@@ -17,7 +17,10 @@ from fxpipe.program import Link, Placement, Program
 from fxpipe.program.costs import FREE
 from fxpipe.program.memory import kept_at_ends
 
-__all__ = ["Flow", "Item", "Limits", "Shared", "Work", "in_flight"]
+__all__ = ["Flow", "InFlight", "Item", "Limits", "Shared", "Work", "in_flight"]
+
+InFlight = tuple[tuple[tuple[int, ...], ...], ...]
+"""For each rank, moments; in each, how many microbatches of its stages are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ class Limits:
     pins: Mapping[int, int] = field(default_factory=dict)
     together: tuple[tuple[int, ...], ...] = ()
     memory: tuple[float, ...] | None = None
-    in_flight: tuple[tuple[tuple[int, ...], ...], ...] | None = None
+    in_flight: InFlight | None = None
     link: Link = FREE
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -159,7 +162,7 @@ class Limits:
             raise PlanError("these limits do not fit: " + "; ".join(faults))
 
 
-def in_flight(program: Program) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def in_flight(program: Program) -> InFlight:
     """For each rank, the moments in which it holds most, as counts per stage of the rank.
 
     A stage holds a microbatch from its forward to its (weight) backward. Moments in which

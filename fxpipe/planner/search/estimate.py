@@ -21,6 +21,7 @@ from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers
+from fxpipe.planner.order.orders import Objective
 from fxpipe.program import (
     Action,
     Edge,
@@ -137,20 +138,27 @@ def predict(
     edge_bytes: EdgeBytes,
     hardware: Hardware,
     layout: Layout,
+    objective: Objective = "step",
 ) -> Prediction:
-    """Simulate a program and follow its memory."""
+    """Simulate a program and follow its memory.
+
+    With the objective "period" `step_time` is the time from step to step, in which each rank
+    begins the next step when its own is done.
+    """
     edges = edges_of(len(stages), edge_bytes)
     costs = stage_costs(stages, edge_bytes, program.placement, hardware, layout)
     timeline = simulate(program, costs, edges)
-    memory = rank_memory(program, timeline.spans, stages, edge_bytes)
+    memory = rank_memory(
+        program, timeline.spans, stages, edge_bytes, gradients_first=hardware.reserve > 0
+    )
     memory = tuple(
         _with_system(memory[rank], program.placement.stages_of(rank), stages, edge_bytes, hardware,
                      layout, program.num_ranks)
         for rank in range(program.num_ranks)
     )  # fmt: skip
-    ends = [end for _, end in timeline.extent]
+    spans = [end - (start if objective == "period" else 0.0) for start, end in timeline.extent]
     after = after_step(program.placement, stages, hardware, layout)
-    step = max(end + rest for end, rest in zip(ends, after, strict=True))
+    step = max(span + rest for span, rest in zip(spans, after, strict=True))
     step *= 1 + hardware.jitter
     return Prediction(step, timeline.makespan, timeline.idle, memory)
 
@@ -200,10 +208,9 @@ def _with_system(
     # A sender keeps a tensor until it has left, beside the next one.
     sends = [there for (source, _), (there, _) in edge_bytes.items() if source in own]
     sends += [back for (_, target), (_, back) in edge_bytes.items() if target in own]
-    unsharded = max((stages[stage].unsharded for stage in own), default=0.0)
     groups = (layout.tensor, layout.context, layout.expert, layout.data, num_ranks)
     channels = hardware.channels * sum(count > 1 for count in groups)
-    held = replace(memory, buffers=memory.buffers + max(sends, default=0.0) + unsharded)
+    held = replace(memory, buffers=memory.buffers + max(sends, default=0.0))
     reserve = hardware.reserve * held.total
     return replace(held, system=hardware.context + channels, reserve=reserve)
 
@@ -215,11 +222,13 @@ def rank_memory(
     edge_bytes: EdgeBytes,
     *,
     copies: bool = True,
+    gradients_first: bool = False,
 ) -> tuple[Memory, ...]:
     """What each rank holds at its fullest moment.
 
     Without `copies` ranks share one memory and hand tensors over by reference: what is
-    received counts where it was made.
+    received counts where it was made. With `gradients_first` gradients count from the start:
+    the holes that activations leave are too small for them, and many libraries never free them.
     """
     timed = {
         part: span
@@ -228,7 +237,7 @@ def rank_memory(
         for part in span.action.parts or (span.action,)
     }
     changes: list[list[_Change]] = [[] for _ in program.ranks]
-    _add_held(changes, timed, stages, copies=copies)
+    _add_held(changes, timed, stages, copies=copies, gradients_first=gradients_first)
     _add_in_transit(changes, timed, program.placement, edge_bytes, copies=copies)
     peaks = _peaks(timed, stages, program.num_ranks)
     result = []
@@ -262,6 +271,7 @@ def _add_held(
     stages: Sequence[StageNumbers],
     *,
     copies: bool,
+    gradients_first: bool,
 ) -> None:
     """What forwards keep for their backwards, and the buffers of weight gradients."""
     has_backward = any(part.kind is not Kind.FORWARD for part in timed)
@@ -284,7 +294,8 @@ def _add_held(
             if span.start < known.start:
                 first_gradient[action.stage] = span
     for index, span in first_gradient.items():
-        changes[span.rank].append(_Change(span.end, gradients=stages[index].gradients))
+        since = 0.0 if gradients_first else span.end
+        changes[span.rank].append(_Change(since, gradients=stages[index].gradients))
 
 
 def _add_in_transit(

@@ -6,8 +6,9 @@ Out: `Option`s, quickest first.
 A candidate is guessed from the whole model's load and the schedule's outline. In the order of
 the guesses the model is cut and the program simulated, until what is left is guessed clearly
 slower or the budget of simulated actions is used up; every schedule that may fit gets
-one try. Long steps are first simulated in part. The best are then cut again by what their
-step really takes (`refine`), and the first is always simulated whole.
+one try. Steps of more than `_LARGEST` actions are looked at only if no other fits. Long steps are
+first simulated in part. The best are then cut again by what their step really takes (`refine`),
+and the first is always simulated whole.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers, numbers_of
 from fxpipe.planner.cost.training import Checkpointing, Training
 from fxpipe.planner.cost.workload import Workload, is_model_input, workload_of
+from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.partition.partition import Partition, partition, shifted
-from fxpipe.planner.partition.work import Limits, in_flight
+from fxpipe.planner.partition.work import InFlight, Limits, in_flight
 from fxpipe.planner.search.auto_split import REORDER_GAIN, named_items
 from fxpipe.planner.search.candidates import Candidate, outline
 from fxpipe.planner.search.estimate import Memory, Prediction, predict, stage_costs
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.refine import best_cut
-from fxpipe.program import Placement
+from fxpipe.program import Placement, Program
 from fxpipe.program.play.collector import collector_paused
 
 __all__ = ["Pricing", "Search"]
 
 _WHOLE = 4_000
 """Steps of up to so many actions are simulated from beginning to end."""
+
+_LARGEST = 150_000
+"""Steps of more actions than this, deep pipelines of very many microbatches, are a last resort."""
 
 _EFFORT = 2_000
 """Steps of the exact search for a partition."""
@@ -61,6 +66,7 @@ class Pricing:
     together: tuple[tuple[str, ...], ...] = ()
     reprice: Callable[[Workload, int, Checkpointing], Workload] | None = None
     sequence_parallel: bool = True
+    objective: Objective = "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,9 @@ class Search:
         self._floors: dict[tuple[object, ...], float] = {}
         self._cuts: dict[tuple[object, ...], list[Partition]] = {}
         self._whole_steps: set[Candidate] = set()
+        self._programs: dict[tuple[object, ...], Program] = {}
+        self._moments: dict[tuple[object, ...], InFlight] = {}
+        self._used = 0  # simulated actions
 
     def run(
         self,
@@ -104,38 +113,50 @@ class Search:
         """Price candidates, those that fit first, each group from the best on."""
         # Simulations make a great number of small objects without a cycle.
         with collector_paused():
-            tried = self._explore(found, budget, progress)
-            return self._settle(tried, budget)
+            tell = progress or (lambda done, total: None)
+            tried = self._explore(found, budget, tell)
+            return self._settle(tried, budget, tell)
 
     def _explore(
         self,
         found: Sequence[Candidate],
         budget: int,
-        progress: Callable[[int, int], None] | None,
+        tell: Callable[[int, int], None],
     ) -> dict[Candidate, Option]:
         limit = self.pricing.memory_limit
-        guesses = {candidate: self.guess(candidate) for candidate in found}
-        order = sorted(found, key=lambda c: (guesses[c].memory > limit, guesses[c].time, c))
+        guesses: dict[Candidate, _Guess] = {}
+        for number, candidate in enumerate(found):
+            guesses[candidate] = self.guess(candidate)
+            if number % 100 == 0:
+                tell(budget * number // len(found) // 5, budget)
+
+        def place(candidate: Candidate) -> tuple[object, ...]:
+            """By time and, where guesses are within 3 % of each other, short steps first."""
+            guess = guesses[candidate]
+            near = round(math.log(guess.time) / 0.03) if guess.time > 0 else -math.inf
+            return guess.memory > limit, near, _num_actions(candidate), guess.time, candidate
+
+        order = sorted(found, key=place)
         tried: dict[Candidate, Option] = {}
-        used, best = 0, math.inf
+        best = math.inf
         seen: set[str] = set()
         for candidate in order:
             is_new = candidate.schedule not in seen and guesses[candidate].memory <= limit
-            if used > budget and best < math.inf and not (is_new and used < 2 * budget):
+            if self._used > budget // 2 and best < math.inf and not is_new:
+                break
+            if guesses[candidate].memory > 2 * limit or self._used > budget * 3 // 4:
                 break
             if guesses[candidate].time > 1.2 * best and not is_new:
                 continue
-            if guesses[candidate].memory > 2 * limit or (used > budget and not is_new):
-                break
+            if _num_actions(candidate) > _LARGEST:
+                continue
             seen.add(candidate.schedule)
-            used += self._actions(candidate)
             option = self._try(candidate, best)
             if option is not None:
                 tried[candidate] = option
                 if option.missing(limit) <= 0:
                     best = min(best, option.step_time)
-            if progress is not None:
-                progress(min(used, budget), budget)
+            tell(budget // 5 + min(self._used, budget) // 2, budget)
         if math.isinf(best):
             least = sorted(found, key=lambda c: (guesses[c].memory, c))
             for candidate in [c for c in least if c not in tried][:12]:
@@ -144,7 +165,9 @@ class Search:
                     tried[candidate] = option
         return tried
 
-    def _settle(self, tried: dict[Candidate, Option], budget: int) -> list[Option]:
+    def _settle(
+        self, tried: dict[Candidate, Option], budget: int, tell: Callable[[int, int], None]
+    ) -> list[Option]:
         """Cut the best options again by their steps, and simulate the first one whole."""
         limit = self.pricing.memory_limit
 
@@ -155,8 +178,10 @@ class Search:
 
         order = ranked()
         fits = bool(order) and order[0].missing(limit) <= 0
-        for option in order[: 4 if fits else 16]:
-            better = self.refine(option, budget=budget // 4)
+        chosen = order[: 4 if fits else 16]
+        for number, option in enumerate(chosen):
+            tell(budget * 7 // 10 + budget * number // len(chosen) // 5, budget)
+            better = self.refine(option, budget=max(budget - self._used, budget // 4) // 4)
             tried[option.candidate] = better
             if not fits and better.missing(limit) <= 0:
                 break
@@ -165,6 +190,7 @@ class Search:
             if not order or order[0].candidate in self._whole_steps:
                 break
             tried[order[0].candidate] = self._whole_step(order[0])
+        tell(budget, budget)
         return ranked()
 
     def load(self, candidate: Candidate) -> Workload:
@@ -259,6 +285,11 @@ class Search:
             taken = [a + 1.2 * b for a, b in zip(taken, lacks, strict=True)]
             cut = tight
         return best
+
+    def option(self, candidate: Candidate, cut: Sequence[int]) -> Option:
+        """A candidate with a given stage for each item, its step simulated whole."""
+        load = self.load(candidate)
+        return self._whole_step(self._option(candidate, load, cut, 0.0))
 
     def refine(self, option: Option, *, budget: int) -> Option:
         """The option with its cuts moved while its step gets shorter, memory first."""
@@ -365,10 +396,14 @@ class Search:
         A partition counts weights and residuals; `taken` is what each rank needs besides.
         """
         c = candidate
-        program = c.info(c.pipeline, c.num_stages, min(c.num_microbatches, 4 * c.pipeline))
+        count = min(c.num_microbatches, 4 * c.pipeline)
+        program = self._program(c, count)
+        key = (c.schedule, c.pipeline, c.num_stages, count)
+        if key not in self._moments:
+            self._moments[key] = in_flight(program)
         limits = self._limits(load, program.placement, c.layout)
         room = tuple(max(self.pricing.memory_limit - size, 0.0) for size in taken)
-        limits = replace(limits, memory=room, in_flight=in_flight(program))
+        limits = replace(limits, memory=room, in_flight=self._moments[key])
         return shifted(load.work, replace(cut, placement=program.placement), limits)
 
     def _as_given(self, candidate: Candidate) -> Workload:
@@ -421,8 +456,27 @@ class Search:
     def _step(
         self, candidate: Candidate, stages: Sequence[StageNumbers], edges: EdgeBytes, count: int
     ) -> Prediction:
-        program = candidate.info(candidate.pipeline, candidate.num_stages, count)
-        return predict(program, stages, edges, self.pricing.hardware, candidate.layout)
+        program = self._program(candidate, count)
+        self._used += sum(map(len, program.ranks))
+        pricing = self.pricing
+        return predict(
+            program, stages, edges, pricing.hardware, candidate.layout, pricing.objective
+        )
+
+    def _program(self, candidate: Candidate, count: int) -> Program:
+        """The program of a candidate for so many microbatches; the last few are remembered."""
+        key = (candidate.schedule, candidate.pipeline, candidate.num_stages, count)
+        if key not in self._programs:
+            if len(self._programs) > 8:
+                self._programs.pop(next(iter(self._programs)))
+            self._programs[key] = candidate.info(candidate.pipeline, candidate.num_stages, count)
+        return self._programs[key]
+
+
+def _num_actions(candidate: Candidate) -> int:
+    """How many actions a whole step has, about."""
+    each = 3 if candidate.info.splits_backward else 2
+    return each * candidate.num_stages * candidate.num_microbatches
 
 
 def _fed_by_nothing(load: Workload) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ __all__ = [
     "action_kind",
     "count_microbatches",
     "count_ranks",
+    "floating_dtype",
     "measured_timeline",
     "running_stages",
     "stage_list",
@@ -89,6 +90,16 @@ def count_ranks(stages: Sequence[Any], name: str) -> int:
         return num_stages
     least = get_schedule(name).stages_per_rank[0]
     return max(1, num_stages // max(least, 1))
+
+
+def floating_dtype(boundary_dtype: torch.dtype | None) -> torch.dtype | None:
+    is_dtype = isinstance(boundary_dtype, torch.dtype) and boundary_dtype.is_floating_point
+    if boundary_dtype is not None and not is_dtype:
+        raise InputError(
+            f"boundary_dtype must be a floating-point dtype, such as torch.bfloat16, got "
+            f"{boundary_dtype!r}"
+        )
+    return boundary_dtype
 
 
 def measured_timeline(num_ranks: int, spans: Sequence[Span]) -> Timeline:

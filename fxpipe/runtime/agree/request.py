@@ -26,6 +26,7 @@ class Options:
     scale_grads: bool = True
     timeout: float = 1800.0
     receives: Any = "early"
+    boundary_dtype: torch.dtype | None = None
     max_unsharded: int = 3
     tied: tuple[Any, ...] = ()
 

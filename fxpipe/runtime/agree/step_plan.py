@@ -35,6 +35,7 @@ from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Interfaces, Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
 from fxpipe.runtime.wire.control import Control, agree
+from fxpipe.runtime.wire.narrow import NarrowTransport
 from fxpipe.runtime.wire.plain import dumps
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport
@@ -158,6 +159,7 @@ class PlanMaker:
             "kind of stages": self.front.kind,
             "scale_grads": options.scale_grads,
             "receives": options.receives,
+            "boundary_dtype": options.boundary_dtype,
             "streams": self.streams,
             "max_unsharded": options.max_unsharded,
             "tied": [[list(at) for at in shared.locations] for shared in options.tied],
@@ -420,7 +422,7 @@ class PlanMaker:
             ]
             wiring[index] = [by_shape[shape] for shape in shape_of]
         executors = [
-            Executor(rank, lowered, edges, boundaries, runners, transport, self.hooks)
+            Executor(rank, lowered, edges, boundaries, runners, self._way(transport), self.hooks)
             for rank, transport in transports.items()
         ]
         order = [(s.rank, s.position) for s in walk(lowered, edges)] if self.is_local else []
@@ -439,6 +441,10 @@ class PlanMaker:
             self.tied,
             lowered,
         )
+
+    def _way(self, transport: Transport) -> Transport:
+        dtype = self.options.boundary_dtype
+        return transport if dtype is None else NarrowTransport(transport, dtype)
 
     def _lower(
         self,

@@ -176,8 +176,9 @@ class StageRunner:
             step.loss_fn, output, step.targets[microbatch], step.loss_kwargs[microbatch]
         )
         step.losses[microbatch] = term
-        if step.is_training and term.weight is not None:
-            # These are divided by the weight of the batch once it is known, as parameters are.
+        if step.is_training:
+            # A step that fails must leave their gradients as they were; one that succeeds divides
+            # them by the weight of the batch once it is known, as those of parameters.
             step.put_aside(own_leaves(term.total, output))
         return term
 

@@ -29,6 +29,8 @@ class StepData:
     wants_loss: bool
     autocast: tuple[str, ...]
     batch_weight: float = 1.0  # that sums are divided by, as far as it is known
+    grad_scale: float = 1.0
+    """A factor of all gradients; what is reported as loss is without it."""
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, LossTerm] = field(default_factory=dict)
     aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -40,8 +42,8 @@ class StepData:
         """The factor of a term in the loss of the batch."""
         found = self.losses.get(microbatch)
         if found is not None and found.weight is not None and not is_aux:
-            return self._seed(1.0 / self.batch_weight, term)
-        return self._seed(self.weights[microbatch], term)
+            return self._seed(self.grad_scale / self.batch_weight, term)
+        return self._seed(self.weights[microbatch] * self.grad_scale, term)
 
     def put_aside(self, leaves: Sequence[torch.Tensor]) -> None:
         """Tell what this step adds to these gradients apart from what is there."""

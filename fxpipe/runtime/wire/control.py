@@ -23,6 +23,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,10 @@ from fxpipe.torch_inside import default_store
 
 __all__ = ["CALLS", "Control", "GroupControl", "LocalControl", "agree", "control_of"]
 
-CALLS = ("nothing", "step", "eval", "clip_grad_norm_")
+CALLS = (
+    *("nothing", "step", "eval", "clip_grad_norm_"),
+    *("save_checkpoint", "load_checkpoint", "save_weights", "shared_loss", "generate", "scaler"),
+)
 """What all ranks must call together. The place of a name is its number in messages."""
 
 _LOG = logging.getLogger(__name__)
@@ -200,6 +204,7 @@ class GroupControl:
         self._prefix = f"fxpipe/{_name(group)}/{meeting}"
         self._poll = POLL * max(1.0, dist.get_world_size() / 256)
         self._failures = 0
+        self._lock = threading.Lock()  # around the two: the watching thread learns of failures, too
         self._sequence = 0
         self._call = (0, 0)
         self._deadline = deadline
@@ -477,30 +482,40 @@ class GroupControl:
 
     def report(self, failure: Failure) -> Failure:
         """Publish a failure; the first one of a call wins and is returned."""
-        text, key = json.dumps(asdict(failure)), self._failure_key
+        text, number = json.dumps(asdict(failure)), self._failures
+        key = self._key(f"failure/{number}")
         try:
             text = self._store.compare_set(key, "", text).decode()
         except StoreSilentError:  # whoever has stopped it hears of the failure when it goes on
             self._store.post(partial(_set_first, key, text))
         except Exception:
             text = json.dumps(asdict(failure))
-        self.failure = Failure(**json.loads(text))
-        if self.failure.is_final:
+        found = Failure(**json.loads(text))
+        self._learn(found, number)
+        if found.is_final:
             self._status()
-        return self.failure
+        return found
+
+    def _learn(self, failure: Failure, number: int) -> None:
+        """Take note of a failure, unless it was settled while the store was asked."""
+        with self._lock:
+            if number == self._failures:
+                self.failure = failure
 
     def settled(self) -> Failure | None:
-        self.look()
-        known, self.failure = self.failure, None
-        self._failures += 1
+        with contextlib.suppress(StoreSilentError):
+            self.look()
+        with self._lock:
+            known, self.failure = self.failure, None
+            self._failures += 1
         return known
 
     def give_up(self, failure: Failure) -> None:
         if self.failure is not None and self.failure.is_final:
             return  # `end` closes the connections
-        self.failure = self.report(failure)
-        if not self.failure.is_final:  # an earlier failure took the place: say it louder
-            self._failures += 1
+        if not self.report(failure).is_final:  # an earlier failure took the place: say it louder
+            with self._lock:
+                self._failures += 1
             self.report(failure)
         self.close()
 
@@ -509,10 +524,11 @@ class GroupControl:
         known = self.failure
         if known is not None and known.is_final:
             return
+        number = self._failures
         # A rank that cannot get over the failure it has reported says so under the next key.
-        for key in (self._failure_key, self._key(f"failure/{self._failures + 1}")):
+        for key in (self._key(f"failure/{number}"), self._key(f"failure/{number + 1}")):
             if self._store.check([key]):
-                self.failure = Failure(**json.loads(self._store.get(key).decode()))
+                self._learn(Failure(**json.loads(self._store.get(key).decode())), number)
         if self.failure is not None and self.failure.is_final:
             self._status()
 
@@ -604,10 +620,6 @@ class GroupControl:
     def _status(self) -> None:
         with contextlib.suppress(Exception):
             self._store.set(self._key(f"status/{self.rank}"), self._watch.status())
-
-    @property
-    def _failure_key(self) -> str:
-        return self._key(f"failure/{self._failures}")
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -76,7 +76,7 @@ def lay_out_timeline(
     items += _axis(frame, y, bottom)
     items += rows
     bottom += 20
-    if options.show_memory and any(line.memory for line in both):
+    if options.show_memory and any(any(line.memory) for line in both):
         curves, bottom = _memory(both, options, frame, bottom)
         items += curves
     return Scene(width, bottom + 6, tuple(items), options.title or "timeline", _THEME.paper)
@@ -307,9 +307,10 @@ def _memory(
             dash = "4 2" if index else ""
             items.append(Line(points, _THEME.ink if index else _THEME.accent, 1.2, dash))
         items.append(Line(((frame.left, base), (frame.right, base)), _THEME.rule, 1.0))
-        peak = options.memory.text(max(line.peak_memory[rank] for line in both if line.memory))
-        peak = fit_text(f"peak {peak}", _SMALL, 78 - 8 - 2)
-        items.append(Label(frame.right + 8, base - 3, peak, _SMALL, _THEME.muted))
+        peaks = [line.peak_memory[rank] for line in both if any(line.memory) and line.memory[rank]]
+        if peaks:
+            text = fit_text(f"peak {options.memory.text(max(peaks))}", _SMALL, 78 - 8 - 2)
+            items.append(Label(frame.right + 8, base - 3, text, _SMALL, _THEME.muted))
         y = base + 6
     return items, y
 

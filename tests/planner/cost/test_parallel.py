@@ -29,11 +29,27 @@ BLOCK = Observation(
 
 
 def test_products_and_what_is_kept_are_divided_among_a_tensor_group():
-    part = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0)
+    part = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0, regathers=True)
 
     assert part.flops("forward") == BLOCK.flops("forward") / 4
     assert part.kept_inside == 40.0
     assert part.deferred == 20.0
+
+
+def test_gathered_inputs_are_kept_whole_unless_they_are_gathered_again():
+    # Memory of tensor parallel rows was 20 % low: the inputs of both halves of a block are whole.
+    again = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0, regathers=True)
+    kept = share_of(BLOCK, Layout(tensor=4), 40.0, 40.0)
+
+    assert kept.kept_inside == again.kept_inside + 2 * 40.0
+    assert kept.forward_peak == again.forward_peak + 40.0
+    assert kept.backward_peak == again.backward_peak == BLOCK.backward_peak / 4 + 2 * 40.0
+
+
+def test_heads_of_keys_that_go_round_are_divided_among_a_tensor_group():
+    part = share_of(BLOCK, Layout(tensor=4, context=2), 40.0, 40.0)
+
+    assert [op.num_bytes for op in part.forward if op.name == "ring"] == [40.0 / 4]
 
 
 def test_a_block_reduces_after_attention_and_after_its_last_product():

@@ -96,7 +96,7 @@ def optimum(
     is_rounded = any(abs(d * scale - round(d * scale)) > 1e-6 for d in orders.durations)
     slack = len(orders.actions) / 2 if is_rounded else 0
     bound = max((solver.best_objective_bound - slack) / scale, 0.0)
-    return Optimum(best, timing.makespan, min(bound, timing.makespan))
+    return Optimum(best, timing.length, min(bound, timing.length))
 
 
 def _loads(orders: Orders) -> list[float]:

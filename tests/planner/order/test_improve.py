@@ -220,7 +220,7 @@ def test_times_of_orders_equal_the_simulator():
         timing = orders.time_of(orders.ranks)
 
         assert timing is not None
-        assert timing.makespan == pytest.approx(simulate(program, costs).makespan)
+        assert timing.length == pytest.approx(simulate(program, costs).makespan)
 
 
 def test_ranks_that_wait_for_each_other_have_no_time():
@@ -229,3 +229,46 @@ def test_ranks_that_wait_for_each_other_have_no_time():
     orders = Orders(stuck, StageCosts.uniform(good.placement), Edges.chain(2), [1e9] * 2)
 
     assert orders.time_of(orders.ranks) is None
+
+
+ZERO_BUBBLE = [
+    # Zero Bubble Pipeline Parallelism, tables 5 and 6: microbatches, ms of F, B, W and a transfer,
+    # the memory of W over that of B, and the bubble rates of ZB-1p and ZB-2p.
+    (24, 18.522, 18.086, 9.337, 0.601, 32 / 87.3, 0.1585, 0.0433),
+    (32, 18.513, 18.086, 9.331, 0.626, 32 / 87.3, 0.1242, 0.0039),
+    (24, 29.718, 29.444, 19.927, 0.527, 32 / 74.0, 0.1323, 0.0029),
+    (32, 29.802, 29.428, 19.530, 0.577, 32 / 74.0, 0.1045, 0.0022),
+]
+
+
+@pytest.mark.parametrize("row", ZERO_BUBBLE)
+def test_the_period_reaches_published_bubble_rates(row):
+    # One step by itself was the only objective: 0.1022 where 0.0433 is published.
+    count, forward, backward, weight, transfer, deferred, *published = row
+    stage = StageCost(forward, backward, weight, residual=1.0, deferred=deferred)
+    costs = StageCosts((stage,) * 8, activation=1e-9, link=Link(transfer))
+
+    for name, held, rate in zip(("ZBH1", "ZBH2"), (8, 16), published, strict=True):
+        found = improve(
+            SCHEDULES[name](8, 8, count), costs, held + 1e-6, objective="period", budget=20_000
+        )
+
+        work = count * (forward + backward + weight)
+        assert 1 - work / found.length <= rate + 0.0015
+        assert found.length == found.timeline.period <= found.before
+        assert found.bound == pytest.approx(work)
+
+
+def test_steps_follow_each_other_after_a_period():
+    # Two steps in one program: each rank does its second after its first, and nobody waits.
+    once = SCHEDULES["ZBH2"](4, 4, 8)
+    ranks = [
+        [*rank, *(action._replace(microbatch=action.microbatch + 8) for action in rank)]
+        for rank in once.ranks
+    ]
+    twice = Program.of(once.placement, 16, ranks)
+    costs = uneven(4, seed=5)
+
+    longer = simulate(twice, costs).makespan - simulate(once, costs).makespan
+
+    assert longer <= simulate(once, costs).period * (1 + 1e-9)

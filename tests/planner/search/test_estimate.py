@@ -77,7 +77,7 @@ def test_memory_of_the_fullest_rank_is_predicted_within_a_tenth(name, schedule):
     assert max(predicted) == pytest.approx(max(tracked), rel=0.1)
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "alternate", "full"])
 def test_memory_with_checkpointing_is_predicted_within_a_tenth(mode):
     made, length = models.load("gpt"), {"length": 32}
     model = made.build(**SIZES["gpt"])

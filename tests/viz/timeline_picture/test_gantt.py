@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -202,3 +203,18 @@ def test_all_boxes_have_labels_or_none_has(ranks, microbatches, labelled):
 
     labels = [i for i in scene.items if isinstance(i, Label) and i.anchor == "middle"]
     assert len([i for i in labels if i.fill == INK]) == labelled
+
+
+def test_memory_that_was_not_measured_is_not_drawn():
+    # A measured timeline has no curves, and its picture said "peak 0".
+    simulated = timeline_of("1F1B")
+    measured = replace(simulated, memory=((),) * simulated.num_ranks)
+
+    assert measured.peak_memory == ()
+    assert not any("memory" in text or "peak" in text for text in texts(measured))
+    assert sum("peak" in text for text in texts(simulated)) > simulated.num_ranks
+
+
+def texts(timeline):
+    scene = lay_out_timeline(timeline, Options())
+    return [item.text for item in scene.items if isinstance(item, Label)]

@@ -9,9 +9,8 @@ From then on, imports of torch's package in this process give fxpipe's objects; 
 ends it. The private names are thin views of ours: an `_Action` is an `Action` with torch's
 order of arguments and attributes, a `_ComputationType` names a `Kind`.
 
-Limit: `register_custom_function` hands a function the action and the schedule. A function
-that drives torch's stages itself (torchtitan's overlap of expert parallelism) finds none of
-torch's private buffers here and fails.
+What drives torch's stages itself, microbatch by microbatch, runs inside `register_custom_function`
+(see `fxpipe.chunk_calls`). What reads torch's private buffers finds none.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ from typing import Any
 
 import torch.distributed
 
-from fxpipe import microbatch, schedules, stage
+from fxpipe import errors, liveness, microbatch, schedules, stage
 from fxpipe.chunk_calls import _PipelineContext
+from fxpipe.compat import passes
 from fxpipe.graph import markers, pipe
 from fxpipe.program.torch_actions import _Action, _ComputationType
 
@@ -49,6 +49,9 @@ def _modules() -> dict[str, ModuleType]:
         **_public(stage),
         "_PipelineStage": stage.PipelineStage,
         "_PipelineStageBase": stage._PipelineStageBase,
+        "_normalize_model_output_as_tuple": passes._normalize_model_output_as_tuple,
+        "PipeliningMetadataError": errors.PipeliningShapeError,
+        "PipeInfo": pipe.PipeInfo,
     }
     of_schedules = {
         **_public(schedules),
@@ -61,6 +64,8 @@ def _modules() -> dict[str, ModuleType]:
         "_PipelineScheduleRuntime": schedules.PipelineScheduleMulti,
         "_ScheduleForwardOnly": _ScheduleForwardOnly,
         "_wait_batch_p2p": _wait_batch_p2p,
+        **_public(passes),
+        **_public(liveness),
     }
     of_microbatch = {
         **_public(microbatch),
@@ -71,12 +76,21 @@ def _modules() -> dict[str, ModuleType]:
         "Pipe": pipe.Pipe,
         "SplitPoint": markers.SplitPoint,
         "pipe_split": markers.pipe_split,
+        "annotate_split_points": markers.annotate_split_points,
         "pipeline": pipe.pipeline,
+    }
+    of_utils = {
+        "PipeInfo": pipe.PipeInfo,
+        "PipeliningMetadataError": errors.PipeliningShapeError,
+        "PipeliningShapeError": errors.PipeliningShapeError,
+        "generate_rank_to_stage_mapping": passes.generate_rank_to_stage_mapping,
+        "generate_stage_to_rank_mapping": passes.generate_stage_to_rank_mapping,
     }
     package = {
         **of_ir,
         **_public(stage),
         **_public(schedules),
+        **_public(liveness),
         "_ScheduleForwardOnly": _ScheduleForwardOnly,
     }
     contents = {
@@ -85,6 +99,8 @@ def _modules() -> dict[str, ModuleType]:
         ".stage": of_stage,
         ".microbatch": of_microbatch,
         "._IR": of_ir,
+        "._utils": of_utils,
+        "._schedule_visualizer": {"get_schedule_ops": passes.get_schedule_ops},
     }
     made = {}
     for ending, names in contents.items():
@@ -92,7 +108,7 @@ def _modules() -> dict[str, ModuleType]:
         vars(module).update(names)
         made[_PEER + ending] = module
     made[_PEER].__path__ = []
-    for ending in (".schedules", ".stage", ".microbatch", "._IR"):
+    for ending in filter(None, contents):
         setattr(made[_PEER], ending[1:], made[_PEER + ending])
     return made
 

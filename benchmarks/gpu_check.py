@@ -1,0 +1,349 @@
+"""Try on real GPUs all that was only emulated, and write one report to send back.
+
+    make gpu-check                                  all GPUs of this host, at least two
+    python -m benchmarks.gpu_check --emulated       the same over an emulated NCCL, on the CPU
+
+Every schedule is compared with the plain model, timed beside torch.distributed.pipelining, and its
+memory is put beside the simulator's. Then things go wrong: a stage raises, a rank hangs, a
+rank dies. All of that once for each way in which communicators can be set up. The report
+is printed and saved; the exit code is 1 if anything is wrong.
+"""
+
+import argparse
+import copy
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.ports import free_port
+from benchmarks.step_memory import LiveBytes
+from fxpipe import RemoteStageError, get_schedule_class
+from fxpipe.program import lower, simulate
+from fxpipe.program.costs import StageCost, StageCosts
+from fxpipe.program.generators import SCHEDULES
+from fxpipe.stage import PipelineStage
+from fxpipe.text import aligned, bytes_text
+
+# name, backend, environment
+REAL = (
+    ("lazy", "nccl", {}),
+    ("eager", "nccl", {}),
+    ("eager, one hardware queue", "nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+)
+EMULATED = tuple((f"emulated, a queue per {m}", f"nccl_{m}", {}) for m in ("rank", "pair"))
+MICROBATCHES = 8
+LIMIT = 900.0  # seconds for one way
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--emulated", action="store_true", help="on the CPU, over tests/backends")
+    every = [name for name in SCHEDULES if name != "ForwardOnly"]
+    parser.add_argument("--schedules", nargs="*", default=every)
+    parser.add_argument("--width", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ways", type=int, default=len(REAL), help="try so many of the ways")
+    parser.add_argument("--report", default="out/gpu-check.txt")
+    parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.width = options.width or (16 if options.emulated else 4096)
+    if options.way is not None:
+        _run_rank(options)
+        return
+    num_ranks = 2 if options.emulated else torch.accelerator.device_count()
+    if num_ranks < 2:
+        sys.exit("gpu-check needs two GPUs; --emulated runs it on the CPU")
+    text, is_right = _report(options, num_ranks)
+    Path(options.report).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.report).write_text(text)
+    print(f"{text}\nsaved as {options.report}")
+    sys.exit(0 if is_right else 1)
+
+
+def _report(options: argparse.Namespace, num_ranks: int) -> tuple[str, bool]:
+    parts = [_machine(num_ranks, options.emulated)]
+    is_right = True
+    ways = (EMULATED if options.emulated else REAL)[: options.ways]
+    for place, (name, _, environment) in enumerate(ways):
+        for dies in (False, True):
+            rows = _launch(place, dies, environment, num_ranks)
+            is_right &= bool(rows) and all(row["is_right"] for row in rows)
+            columns = ("what", "result", "ms", "torch ms", "peak", "predicted")
+            shown = [[str(row.get(column, "")) for column in columns] for row in rows]
+            title = f"{name}{', a rank dies' if dies else ''}"
+            lines = aligned([columns, *shown], left=(0, 1), rule=True)
+            parts.append("\n".join([f"== {title}", *lines]))
+    return "\n\n".join(parts), is_right
+
+
+def _machine(num_ranks: int, emulated: bool) -> str:
+    lines = [f"python {platform.python_version()}, torch {torch.__version__}, {num_ranks} ranks"]
+    if not emulated:
+        lines += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        lines.append(f"nccl {torch.cuda.nccl.version()}")
+    return "\n".join(lines)
+
+
+def _launch(
+    way: int, dies: bool, environment: dict[str, str], num_ranks: int
+) -> list[dict[str, Any]]:
+    """Run all ranks of one way; what they found, and which of them did not end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = {
+            **os.environ, **environment, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "FOLDER": folder,
+        }  # fmt: skip
+        command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--way", str(way)]
+        command += ["--dies"] if dies else []
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stderr=subprocess.PIPE,
+            )
+            for r in range(num_ranks)
+        ]
+        rows: list[dict[str, Any]] = []
+        until = time.monotonic() + LIMIT
+        for rank, process in enumerate(ranks):
+            try:
+                _, said = process.communicate(timeout=max(until - time.monotonic(), 1.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                _, said = process.communicate()
+            expected = 3 if dies and rank == num_ranks - 1 else 0
+            if process.returncode != expected:
+                last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
+                text = f"FAILED: exit code {process.returncode}: {last[0]}"
+                rows.append({"what": f"rank {rank}", "result": text, "is_right": False})
+        found = Path(folder, "found.json")
+        return [*(json.loads(found.read_text()) if found.exists() else []), *rows]
+
+
+# What each rank does
+
+
+def _run_rank(options: argparse.Namespace) -> None:
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name, backend, _ = (EMULATED if options.emulated else REAL)[options.way]
+    device = torch.device("cpu")
+    if options.emulated:
+        from tests.backends import nccl_like
+
+        torch.set_num_threads(1)
+        nccl_like.register()
+        dist.init_process_group(backend)
+    else:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend, device_id=device if name != "lazy" else None)
+    checks = _death if options.dies else _checks
+    found = list(checks(rank, num_ranks, device, options))
+    if rank == 0:
+        Path(os.environ["FOLDER"], "found.json").write_text(json.dumps(found))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _checks(
+    rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    for schedule in options.schedules:
+        yield _guarded(schedule, lambda s=schedule: _train(s, rank, num_ranks, device, options))
+    yield _guarded("a stage raises", lambda: _fault(rank, num_ranks, device, options))
+    yield _guarded("a rank hangs", lambda: _hang(rank, num_ranks, device, options))
+
+
+def _guarded(what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return {"what": what, "result": "ok", "is_right": True, **check()}
+    except Exception as error:
+        text = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0]}"
+        return {"what": what, "result": text, "is_right": False}
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.problem = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.problem == "raise":
+            raise KeyError("a stage raises")
+        if self.problem == "hang":
+            time.sleep(8.0)
+        return torch.tanh(self.linear(x))
+
+
+def _mse(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).pow(2).mean()
+
+
+class _Made:
+    """The stages of a rank, their schedule, and the whole plain model."""
+
+    def __init__(
+        self, schedule: str, rank: int, num_ranks: int, device: torch.device, width: int,
+        package: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        info = SCHEDULES[schedule]
+        self.num_stages = num_ranks if info.stages_per_rank[1] == 1 else 2 * num_ranks
+        placement = info.placement(num_ranks, self.num_stages)
+        self.indices = list(placement.stages_of(rank))
+        torch.manual_seed(0)
+        self.modules = [_Block(width).to(device) for _ in range(self.num_stages)]
+        self.plain = copy.deepcopy(self.modules)
+        make = package.PipelineStage if package else PipelineStage
+        stages = [make(self.modules[i], i, self.num_stages, device) for i in self.indices]
+        found = (package.schedules.get_schedule_class if package else get_schedule_class)(schedule)
+        alone = package is not None and schedule in ("GPipe", "1F1B")
+        self.schedule = found(stages[0] if alone else stages, MICROBATCHES, loss_fn=_mse, **options)
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(MICROBATCHES * 4, width, generator=generator).to(device)
+
+    def step(self) -> None:
+        for i in self.indices:
+            self.modules[i].zero_grad()
+        args = (self.x,) if 0 in self.indices else ()
+        target = {"target": self.x} if self.num_stages - 1 in self.indices else {}
+        self.schedule.step(*args, **target)
+
+    def check_gradients(self) -> None:
+        h = self.x
+        for module in self.plain:
+            module.zero_grad()
+            h = module(h)
+        _mse(h, self.x).backward()
+        for i in self.indices:
+            pairs = zip(self.modules[i].parameters(), self.plain[i].parameters(), strict=True)
+            for p, q in pairs:
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
+def _train(
+    schedule: str, rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    made = _Made(schedule, rank, num_ranks, device, options.width)
+    made.step()
+    made.check_gradients()
+    found = {"ms": _milliseconds(made.step, device, options.steps)}
+    found["peak"] = bytes_text(_peak(made.step, device))
+    found["predicted"] = bytes_text(_predicted(made, schedule, rank, num_ranks))
+    made.check_gradients()
+    if not options.emulated and hasattr(dist, "pipelining"):
+        from torch.distributed import pipelining
+
+        theirs = _Made(schedule, rank, num_ranks, device, options.width, pipelining)
+        theirs.step()
+        found["torch ms"] = _milliseconds(theirs.step, device, options.steps)
+    return found
+
+
+def _milliseconds(step: Callable[[], None], device: torch.device, steps: int) -> str:
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _synchronize(device)
+    return f"{(time.perf_counter() - start) / steps * 1e3:.2f}"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _peak(step: Callable[[], None], device: torch.device) -> float:
+    """The most bytes that a step holds beyond what is there before it."""
+    if device.type == "cpu":
+        with LiveBytes() as live:
+            step()
+        return float(live.peak)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    step()
+    _synchronize(device)
+    return float(torch.accelerator.max_memory_allocated(device) - before)
+
+
+def _predicted(made: _Made, schedule: str, rank: int, num_ranks: int) -> float:
+    """The simulator's peak, from what one microbatch leaves for its backward."""
+    x = made.x[:4]
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor._base is None:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        made.plain[0](x.detach().requires_grad_())
+    weights = float(sum(p.nbytes for p in made.plain[0].parameters()))
+    cost = StageCost(residual=float(sum(saved.values())), weight_grad=weights)
+    costs = StageCosts((cost,) * made.num_stages, activation=float(x.nbytes))
+    program = SCHEDULES[schedule].generator(num_ranks, made.num_stages, MICROBATCHES)
+    return simulate(lower(program), costs).peak_memory[rank]
+
+
+def _fault(
+    rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    made = _Made("1F1B", rank, num_ranks, device, options.width)
+    made.step()
+    made.modules[num_ranks - 1].problem = "raise"
+    wanted = KeyError if rank == num_ranks - 1 else RemoteStageError
+    seconds = _raises(made.step, wanted)
+    made.modules[num_ranks - 1].problem = ""
+    made.step()
+    made.check_gradients()
+    return {"result": f"ok, all ranks know after {seconds:.1f} s, the next step is right"}
+
+
+def _hang(
+    rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    made = _Made("1F1B", rank, num_ranks, device, options.width, timeout=3.0)
+    made.step()
+    made.modules[num_ranks - 1].problem = "hang"
+    seconds = _raises(made.step, RemoteStageError)
+    return {"result": f"ok, said after {seconds:.1f} s of 3.0 s"}
+
+
+def _death(
+    rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    made = _Made("1F1B", rank, num_ranks, device, options.width)
+    made.step()
+    if rank == num_ranks - 1:
+        os._exit(3)
+
+    def check() -> dict[str, Any]:
+        return {"result": f"ok, noticed after {_raises(made.step, RemoteStageError):.1f} s"}
+
+    yield _guarded("a rank dies", check)
+
+
+def _raises(step: Callable[[], None], wanted: type[Exception]) -> float:
+    start = time.monotonic()
+    try:
+        step()
+    except wanted:
+        return time.monotonic() - start
+    raise AssertionError(f"no {wanted.__name__} was raised")
+
+
+if __name__ == "__main__":
+    main()

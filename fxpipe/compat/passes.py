@@ -1,0 +1,177 @@
+"""torch's private passes over orders of actions, as views of ours.
+
+Each takes and gives what torch's function of the name does: `{rank: [_Action | None, ...]}` for a
+whole pipeline, or the list of one rank. The work is done by `fxpipe.program`. A program that
+computes a backward whole and then its weight half again is refused, which torch lets through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fxpipe.errors import ScheduleError
+from fxpipe.program import Action, Placement, Program, lower, validate
+from fxpipe.program.fuse import join_halves
+from fxpipe.program.parameters import add_reductions, add_sharding
+from fxpipe.program.torch_actions import _Action, computes_of, order_of, program_of_order
+from fxpipe.schedules import PipelineScheduleSingle, get_schedule_class
+from fxpipe.stage import _PipelineStageBase
+
+__all__ = [
+    "_add_reduce_grad",
+    "_add_send_recv",
+    "_add_unshard_reshard",
+    "_format_pipeline_order",
+    "_merge_bw",
+    "_normalize_model_output_as_tuple",
+    "_simulate_comms_compute",
+    "_validate_schedule",
+    "generate_rank_to_stage_mapping",
+    "generate_stage_to_rank_mapping",
+    "get_schedule_ops",
+]
+
+Order = Mapping[int, Sequence[_Action | None]]
+
+
+def _add_send_recv(
+    compute_actions: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> dict[int, list[_Action | None]]:
+    """The order with a send and a receive for each value that changes rank."""
+    ranks = [list(computes_of(compute_actions[rank])) for rank in sorted(compute_actions)]
+    return order_of(lower(_program(ranks, stage_to_rank, num_stages), fuse=False).ranks)
+
+
+def _simulate_comms_compute(
+    pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
+) -> dict[int, list[_Action | None]]:
+    """The order, if it can run: no rank waits for another for ever. Steps are not counted.
+
+    Raises:
+        ScheduleError: a ValueError; the order gets stuck.
+    """
+    ranks = [
+        [action.ours() for action in pipeline_order[rank] if action is not None]
+        for rank in sorted(pipeline_order)
+    ]
+    validate(_program(ranks, stage_to_rank, num_stages))
+    return {rank: list(row) for rank, row in pipeline_order.items()}
+
+
+def _validate_schedule(
+    actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int
+) -> dict[int, int]:
+    """Which rank holds which stage.
+
+    Raises:
+        AssertionError: the order computes something else, or gets stuck.
+    """
+    try:
+        program = program_of_order(actions, name="the order")
+        validate(program)
+    except ScheduleError as error:
+        raise AssertionError(str(error)) from error
+    found = (program.num_ranks, program.num_stages, program.num_microbatches)
+    assert found == (pp_group_size, num_stages, num_microbatches), f"the order is for {found}"
+    kinds = {part.kind for row in program.ranks for a in row for part in a.parts or (a,)}
+    assert any(kind.is_backward for kind in kinds), "the order has forwards alone"
+    return dict(enumerate(program.placement.stage_to_rank))
+
+
+def _merge_bw(compute_actions: Sequence[_Action | None]) -> list[_Action | None]:
+    """A rank's actions with neighbouring halves of a backward as one."""
+    actions = list(computes_of(compute_actions))
+    return order_of([join_halves(actions, {action.stage for action in actions})])[0]
+
+
+def _add_unshard_reshard(
+    compute_actions: Sequence[_Action | None], max_active_stages: int = 3
+) -> list[_Action | None]:
+    """A rank's actions with its stages gathered before and released after their use."""
+    actions = list(computes_of(compute_actions))
+    return order_of([add_sharding(0, actions, len(_stages(actions)), max_active_stages)])[0]
+
+
+def _add_reduce_grad(
+    actions: Sequence[_Action | None], n_microbatches: int
+) -> list[_Action | None]:
+    """A rank's actions with a reduction after each stage's last weight gradient."""
+    computes = list(computes_of(actions))
+    return order_of([add_reductions(computes, _stages(computes))])[0]
+
+
+def _format_pipeline_order(pipeline_order: Order, error_step_number: int | None = None) -> str:
+    """The order as text, a line for each rank."""
+    lines = []
+    for rank in sorted(pipeline_order):
+        cells = [str(action) if action is not None else "-" for action in pipeline_order[rank]]
+        if error_step_number is not None and error_step_number < len(cells):
+            cells[error_step_number] += "<-here"
+        lines.append(f"rank {rank}: {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def generate_stage_to_rank_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, int]:
+    """The rank of each stage: "loop" goes round the ranks, "v" down and up again."""
+    if style not in ("loop", "v"):
+        raise ScheduleError(f"style must be 'loop' or 'v', got {style!r}")
+    make = Placement.loop if style == "loop" else Placement.v
+    return dict(enumerate(make(pp_size, num_stages).stage_to_rank))
+
+
+def generate_rank_to_stage_mapping(
+    pp_size: int, num_stages: int, style: str = "loop"
+) -> dict[int, list[int]]:
+    """The stages of each rank; see `generate_stage_to_rank_mapping`."""
+    rank_of = generate_stage_to_rank_mapping(pp_size, num_stages, style)
+    return {rank: [s for s, r in rank_of.items() if r == rank] for rank in range(pp_size)}
+
+
+def get_schedule_ops(
+    schedule: str | type[Any],
+    pp_degree: int,
+    num_microbatches: int,
+    num_stages_per_rank: int | None = None,
+    add_spacing: bool = False,
+    with_comms: bool = False,
+    defer_pp_recv: bool = False,
+) -> list[list[_Action | None]]:
+    """The actions of each rank of a schedule by name or class, without any stage to run."""
+    kind: type[Any] = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    is_single = issubclass(kind, PipelineScheduleSingle)
+    count = num_stages_per_rank or (1 if is_single else 2)
+    stages = [_Listed(pp_degree * count, pp_degree) for _ in range(count)]
+    made: Any = kind(stages, num_microbatches, receives="late" if defer_pp_recv else "early")
+    order = made.pipeline_order_with_comms if with_comms else made.pipeline_order
+    if not add_spacing:
+        order = {rank: [a for a in row if a is not None] for rank, row in order.items()}
+    return [order[rank] for rank in sorted(order)]
+
+
+class _Listed(_PipelineStageBase):
+    """A stage in name only."""
+
+    def __init__(self, num_stages: int, group_size: int) -> None:
+        self.num_stages = num_stages
+        self.group_size = group_size
+
+
+def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a stage returned as the tuple that it sends."""
+    return tuple(output) if isinstance(output, list | tuple) else (output,)
+
+
+def _program(
+    ranks: Sequence[Sequence[Action]], stage_to_rank: Callable[[int], int], num_stages: int
+) -> Program:
+    parts = [part for row in ranks for action in row for part in action.parts or (action,)]
+    count = 1 + max((part.microbatch or 0 for part in parts), default=0)
+    placed = Placement(len(ranks), tuple(map(stage_to_rank, range(num_stages))))
+    return Program.of(placed, count, ranks)
+
+
+def _stages(actions: Sequence[Action]) -> set[int]:
+    return {part.stage for action in actions for part in action.parts or (action,)}

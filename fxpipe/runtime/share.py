@@ -1,0 +1,26 @@
+"""What one rank knows, on all ranks: the loss, the next tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.session import Session
+
+__all__ = ["share"]
+
+
+def share(session: Session, call: str, value: Any, default: Any = ...) -> Any:
+    """The first rank's value that is not None, or the default.
+
+    Raises:
+        InputError: on all ranks: nobody knows it, and there is no default.
+    """
+    with session.call(call) as control:
+        control.exchange([])  # every call begins with one: so different calls are noticed
+        found = [one for one in control.gather(value) if one is not None]
+    if found:
+        return found[0]
+    if default is not ...:
+        return default
+    raise InputError("the latest call computed no loss: it had no loss_fn or no target")

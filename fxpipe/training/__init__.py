@@ -1,0 +1,1 @@
+"""LIVE with it: state, loops, generation and precision over schedules."""

@@ -1,0 +1,183 @@
+"""The state of a run as one flat dictionary of tensors, by names of the plain model.
+
+    model/blocks.0.norm.weight              a parameter or buffer
+    optimizer/blocks.0.norm.weight/exp_avg  what the optimizer holds for it
+    plain                                   everything that is no tensor, as JSON in bytes
+
+So what four stages have saved is what two stages, or the plain model, look for. Hand-written
+stages may use one name for different things (`linear.weight` in each): such a name belongs to
+its stage and stands below `stage3/`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from fxpipe.errors import InputError
+from fxpipe.runtime.parameters.tied import local, plain_name
+from fxpipe.runtime.stage.stage_kind import TracedFront
+from fxpipe.runtime.wire.plain import dumps
+from fxpipe.stage import PipelineStage
+
+__all__ = [
+    "Optimizers",
+    "Part",
+    "Source",
+    "check_plain",
+    "digests",
+    "listed",
+    "optimizer_state",
+    "parts_of",
+    "random_state",
+    "set_random_state",
+    "stages_of",
+]
+
+
+@runtime_checkable
+class HasStages(Protocol):
+    """A schedule or a `Pipeline`."""
+
+    @property
+    def stages(self) -> Sequence[PipelineStage]: ...
+
+
+Source = nn.Module | PipelineStage | Sequence[PipelineStage] | HasStages
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module of this process and the names of its state. A plain model is stage None."""
+
+    module: nn.Module
+    device: torch.device | None
+    stage: int | None
+    num_stages: int
+    has_original_names: bool
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers, which share memory with the module."""
+        found = self.module.state_dict().items()
+        return {plain_name(k): v.detach() for k, v in found if isinstance(v, torch.Tensor)}
+
+    def others(self) -> dict[str, Any]:
+        """What `get_extra_state` of modules gave that is no tensor."""
+        found = self.module.state_dict().items()
+        return {plain_name(k): v for k, v in found if not isinstance(v, torch.Tensor)}
+
+    def set_others(self, values: Mapping[str, Any]) -> None:
+        """Give modules with `set_extra_state` what they gave."""
+        if values:
+            keys = {plain_name(key): key for key in self.module.state_dict()}
+            found = {keys[name]: value for name, value in values.items()}
+            self.module.load_state_dict(found, strict=False)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {plain_name(name): p for name, p in named}
+
+    def place(self, name: str, own: frozenset[str]) -> str:
+        """Where a name stands: below its stage if it is the stage's own."""
+        return f"stage{self.stage}/" if name in own else ""
+
+
+def stages_of(source: Source) -> list[PipelineStage]:
+    """The stages of this process; none for a plain model."""
+    if isinstance(source, nn.Module):
+        return []
+    if isinstance(source, PipelineStage):
+        return [source]
+    return list(source.stages if isinstance(source, HasStages) else source)
+
+
+def parts_of(source: Source) -> list[Part]:
+    if isinstance(source, nn.Module):
+        return [Part(source, None, None, 1, True)]
+    return [
+        Part(s.submod, s.device, s.stage_index, s.num_stages, isinstance(s.front, TracedFront))
+        for s in stages_of(source)
+    ]
+
+
+def optimizer_state(
+    part: Part, optimizers: Optimizers
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """For each parameter that an optimizer holds: its name, state, and values of its group."""
+    pairs = [(one, group) for one in listed(optimizers) for group in one.param_groups]
+    groups = {id(p): (one, group) for one, group in pairs for p in group["params"]}
+    for name, p in part.parameters().items():
+        if id(p) in groups:
+            optimizer, group = groups[id(p)]
+            values = {key: value for key, value in group.items() if key not in _NOT_VALUES}
+            yield name, dict(optimizer.state.get(p, {})), values
+
+
+_NOT_VALUES = ("params", "param_names")
+
+
+def listed(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
+    return optimizers if isinstance(optimizers, Sequence) else [optimizers]
+
+
+def digests(parts: Sequence[Part], names: set[str]) -> dict[str, str]:
+    """What stands for the values of these names, by `stage/name`."""
+    found = {}
+    for part in parts:
+        for name, value in {**part.tensors(), **part.others()}.items():
+            if name in names:
+                content = _content(value)
+                found[f"{part.stage}/{name}"] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def _content(value: Any) -> bytes:
+    if not isinstance(value, torch.Tensor):
+        return dumps(value)
+    whole = local(value).cpu().contiguous()
+    return ctypes.string_at(whole.data_ptr(), whole.nbytes)
+
+
+def random_state(parts: Sequence[Part]) -> dict[str, Any]:
+    """Where the random number generators of this process stand."""
+    state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    for kind in _device_types(parts):
+        state[kind] = torch.get_device_module(kind).get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    for kind in _device_types(parts):
+        if kind in state:
+            torch.get_device_module(kind).set_rng_state(state[kind])
+
+
+def _device_types(parts: Sequence[Part]) -> list[str]:
+    devices = {p.device for part in parts for p in part.module.parameters()}
+    return sorted({device.type for device in devices} - {"cpu", "meta"})
+
+
+def check_plain(value: Any, where: str) -> Any:
+    """The value itself, if a checkpoint can hold it.
+
+    Raises:
+        InputError: it is not made of tensors, numbers, strings and containers of these.
+    """
+    try:
+        dumps(value)
+    except InputError as error:
+        raise InputError(
+            f"{where} holds a {type(value).__name__} that a checkpoint cannot hold ({error}): "
+            "tensors, numbers, strings and lists, tuples and dicts of these can be saved"
+        ) from None
+    return value

@@ -1,0 +1,86 @@
+"""Every script of examples/ runs under torchrun; a killed run goes on as if it had not been."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+def torchrun(folder: Path, ranks: int, script: str, *args: str, restarts: int = 0) -> str:
+    how = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    path = ROOT / "examples" / script
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *how, str(path), *args],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def losses(path: Path) -> dict[int, str]:
+    """The last loss of each step; a step that was made again overwrites the first."""
+    return {int(number): loss for number, loss in map(str.split, path.read_text().splitlines())}
+
+
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    # All ranks are killed before step 5, one step after the last save, while it may be written.
+    common = ("--steps", "7", "--save-every", "2")
+    for name, crash in (("whole", "-1"), ("killed", "5")):
+        torchrun(
+            tmp_path,
+            2,
+            "train_gpt.py",
+            *common,
+            *("--run", name, "--losses", f"{name}.txt", "--crash-at", crash),
+            restarts=1,
+        )
+
+    assert losses(tmp_path / "killed.txt") == losses(tmp_path / "whole.txt")
+    assert (tmp_path / "killed.txt").read_text() != (tmp_path / "whole.txt").read_text()
+
+
+@pytest.mark.full
+def test_a_killed_run_goes_on_with_other_stages(tmp_path: Path) -> None:
+    first = ("--save-every", "2", "--run", "run", "--losses", "run.txt")
+    torchrun(tmp_path, 2, "train_gpt.py", "--steps", "4", *first)
+    torchrun(tmp_path, 4, "train_gpt.py", "--steps", "8", "--schedule", "ZBVZeroBubble", *first)
+    found = losses(tmp_path / "run.txt")
+
+    assert set(found) == set(range(1, 9))
+    assert float.fromhex(found[8]) < float.fromhex(found[1])
+
+
+def test_train_hf_goes_on_exports_and_generates(tmp_path: Path) -> None:
+    said = torchrun(tmp_path, 2, "train_hf.py", "--steps", "2")
+    assert "the exported model generates the same: True" in said
+    said = torchrun(tmp_path, 4, "train_hf.py", "--steps", "3")
+    assert said.count("loss on other text") == 4
+    assert "the exported model generates the same: True" in said
+
+
+OTHERS = [
+    (2, "finetune_lora.py", ("--steps", "3", "--schedule", "ZBVZeroBubble")),
+    (4, "pp_dp_fsdp.py", ("--steps", "3", "--data-parallel", "fsdp")),
+    (4, "pp_tp.py", ()),
+]
+
+
+@pytest.mark.parametrize(("ranks", "script", "args"), OTHERS, ids=lambda value: str(value)[:20])
+def test_other_examples_run(ranks: int, script: str, args: tuple[str, ...], tmp_path: Path) -> None:
+    assert "loss" in torchrun(tmp_path, ranks, script, *args)
+
+
+def test_every_example_is_run_here() -> None:
+    named = {script for _, script, _ in OTHERS} | {"train_gpt.py", "train_hf.py"}
+
+    assert named == EXAMPLES

@@ -116,8 +116,10 @@ class Session:
                 yield control
             except BaseException as error:
                 if not control.raises_everywhere:  # the others go on, and would wait
-                    kind, text = described(error)
-                    control.give_up(Failure(control.rank, None, None, "", kind, text, "broken"))
+                    failure = control.failure  # that this rank could not get over
+                    if failure is None:
+                        failure = Failure(control.rank, None, None, "", *described(error))
+                    control.give_up(replace(failure, kind="broken"))
                 raise
             finally:
                 control.end()

@@ -45,5 +45,6 @@ def test_steps_with_changing_shapes_hold_nothing() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 def test_three_thousand_steps_hold_nothing() -> None:
     run_on_ranks(2, many_steps, 3000, 97, limit=1400.0)

@@ -1,5 +1,6 @@
 """What fails or differs on one rank only is told to all at once, and the next step works."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -257,3 +258,26 @@ def learn_of_a_failure_late(rank: int) -> None:
 def test_a_failure_that_all_got_over_does_not_come_back() -> None:
     # The watching thread had asked the store, and noted the answer in the next step.
     run_on_ranks(2, learn_of_a_failure_late)
+
+
+def give_up_alone(rank: int) -> None:
+    """Rank 0 cannot get over a call that succeeded on rank 1; a new schedule must meet anew."""
+    modules = blocks(2)
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+    with contextlib.suppress(KeyboardInterrupt), made._session.call("eval") as control:
+        control.exchange([])
+        if rank == 0:
+            raise KeyboardInterrupt
+    dist.barrier()
+    modules[rank].zero_grad()
+
+    schedule(rank, modules).step(X, target=Y)
+
+    with pytest.raises(RemoteStageError, match="rank 0: KeyboardInterrupt"):
+        made.step(X, target=Y)
+
+
+def test_a_new_schedule_meets_anew_on_all_ranks() -> None:
+    # Rank 1 did not know yet that rank 0 had given up, and rank 0 waited for it.
+    run_on_ranks(2, give_up_alone)

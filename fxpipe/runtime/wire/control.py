@@ -181,6 +181,9 @@ def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
         RemoteStageError: a rank does not come before the deadline.
     """
     found = _CONTROLS.get(group)
+    if found is not None:
+        with contextlib.suppress(RuntimeError):
+            found.look()  # another rank may have given it up after this one's latest call
     if found is None or (found.failure is not None and found.failure.is_final):
         found = _CONTROLS[group] = GroupControl(group, deadline)
     return found

@@ -112,10 +112,20 @@ def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:
     seconds = tokens / (rate * plan.num_ranks)
     hours = seconds * plan.num_ranks / 3600
     error = f" +- {plan.hardware.error:.0%}" if plan.hardware.error else ""
-    text = f"{tokens:.3g} tokens take {seconds / 86400:.3g} days{error}, {hours:,.0f} GPU hours"
+    days = seconds / 86400
+    text = f"{_short(tokens)} tokens take {days:,.{0 if days >= 100 else 1}f} days{error}, "
+    text += f"{hours:,.0f} GPU hours"
     if price is not None:
         text += f", ${hours * price:,.0f} at ${price:g} per GPU and hour"
     return [text]
+
+
+def _short(count: float) -> str:
+    """A large number as people say it: 15T, 300B, 1.5M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.4g}{letter}"
+    return f"{count:,.0f}"
 
 
 def what_if_rows(rows: Sequence[tuple[str, Plan | None]]) -> list[tuple[str, ...]]:

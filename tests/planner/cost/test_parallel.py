@@ -77,6 +77,13 @@ def test_context_divides_rows_but_not_weights_and_sends_keys_round():
     assert [op.num_bytes for op in part.forward if op.name == "ring"] == [40.0]
 
 
+def test_attention_that_goes_round_takes_longer_than_its_share():
+    # Rows with 4 and 8 context ranks were 23 and 27 % too quick.
+    parts = [share_of(BLOCK, Layout(context=n), 40.0, 40.0).forward[1].flops * n for n in (1, 2, 8)]
+
+    assert parts[0] == ATTENTION.flops < parts[1] < parts[2] < 1.5 * ATTENTION.flops
+
+
 def test_experts_are_divided_and_tokens_travel_there_and_back():
     seen = Observation((product(routed_bytes=40.0),), (product(),), (product(),))
 

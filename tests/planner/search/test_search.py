@@ -102,6 +102,7 @@ def test_tokens_become_days_and_dollars(tiny):
 
     hours = 1e12 / tiny.tokens_per_second / 3600
     assert f"{hours:,.0f} GPU hours, ${2 * hours:,.0f} at $2 per GPU and hour" in line
+    assert line.startswith("1T tokens take ")
     assert 0 < tiny.utilization < 1
     assert "of its bfloat16 peak (MFU)" in str(tiny)
 

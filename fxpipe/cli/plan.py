@@ -126,7 +126,10 @@ _PerRank = Annotated[
     ),
 ]
 _Checkpointing = Annotated[
-    str, typer.Option("--checkpointing", help="What may be chosen of none, selective, full.")
+    str,
+    typer.Option(
+        "--checkpointing", help="What may be chosen: none, selective, alternate, 1/2, full, ..."
+    ),
 ]
 _Optimizer = Annotated[
     str, typer.Option("--optimizer", help="none, sgd, momentum, adam, adamw or adamw-master.")

@@ -64,7 +64,10 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--hardware", "H1000"), "there is no hardware preset 'H1000'; did you mean H100"),
         (("--hardware", "none.toml"), "cannot read the hardware description 'none.toml'"),
         (("--schedule", "1F2B"), "there is no schedule '1F2B'; did you mean"),
-        (("--checkpointing", "some"), "checkpointing is ['some']; known: none, selective, 1/4"),
+        (
+            ("--checkpointing", "some"),
+            "checkpointing is ['some']; known: none, selective, alternate, 1/4",
+        ),
         (("--stages-per-rank", "x"), "--stages-per-rank is a number from 1 up"),
         (("--tokens", "many"), "--tokens is a number such as 15T, 300B or 1e12; got 'many'"),
         (("--kernels", "best"), "unknown kernels 'best'; known: eager"),

@@ -7,6 +7,7 @@ longer. It does not know schedules, ranks or transfers.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -36,6 +37,9 @@ from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.torch_inside import pytree
 
 __all__ = ["StageRunner", "Wiring", "wire"]
+
+_LOG = logging.getLogger(__name__)
+_TOLD: weakref.WeakValueDictionary[int, Stage] = weakref.WeakValueDictionary()
 
 Tensors = list[torch.Tensor]
 Root = torch.Tensor | GradientEdge
@@ -86,6 +90,14 @@ class StageRunner:
         # A module with a dw_builder leaves its weight gradients undone by itself.
         defers = stage.dw_builder is None and can_defer(stage.submod)
         self._split = split if defers else frozenset()
+        if split and stage.dw_builder is None and not defers and id(stage) not in _TOLD:
+            _TOLD[id(stage)] = stage
+            _LOG.warning(
+                "stage %d is compiled, so its backward cannot be split: it is computed whole where "
+                "the schedule has the input half, and the holes that the weight half would fill "
+                "stay empty",
+                stage.stage_index,
+            )
         self._wiring: Sequence[Wiring] = ()
         self._residuals: dict[int, _Residual] = {}
         self._deferred: dict[int, Callable[[], object]] = {}
@@ -187,6 +199,12 @@ class StageRunner:
         for tensor, port in zip(sent, wiring.sent, strict=True):
             if tensor.shape != port.shape or tensor.dtype != port.dtype:
                 self._misfits(sent, wiring.sent)
+            if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
+                raise InputError(
+                    f"stage {self.stage.stage_index} returned a DTensor for {port.name!r}: only "
+                    "plain tensors cross a boundary; return its local part (to_local()) and make "
+                    "it a DTensor again in the next stage (DTensor.from_local)"
+                )
         return sent
 
     def _check_fresh(self, microbatch: int, sent: Tensors) -> None:

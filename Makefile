@@ -18,7 +18,7 @@ help:
 	@echo "make demo       train a small GPT on two processes, beside the plain model"
 	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
-	@echo "make test-clients  torchtitan over fxpipe, in an environment of its own"
+	@echo "make test-clients  torchtitan and Accelerate over fxpipe, in an environment of their own"
 	@echo "make gpu-check  everything on the GPUs of this host, one report to send back"
 	@echo "make zoo        timm, torchvision, diffusers and others, split; the table of docs/coverage.md"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
@@ -47,12 +47,14 @@ test: check
 test-full: check
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not clients"
 
-# torchtitan asks for any torch and would bring another one: its needs are named here.
+# torchtitan asks for any torch and would bring another one: its needs are named here. Version 0.3.0
+# stands in a folder of its own beside 0.2.2.
 CLIENTS := .venv-clients
 $(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
 	PYTHON=$(PYTHON) VENV=$(CLIENTS) TORCH=$(TORCH) bash scripts/setup.sh test
 	$(CLIENTS)/bin/python -m pip install --quiet triton datasets tyro einops tensorboard
-	$(CLIENTS)/bin/python -m pip install --quiet --no-deps torchtitan==0.2.2 torchdata
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps torchtitan==0.2.2 torchdata accelerate spmd_types
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --target $(CLIENTS)/torchtitan-0.3.0 torchtitan==0.3.0
 	@touch $(CLIENTS)/.ready
 
 test-clients: $(CLIENTS)/.ready

@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 RANK = Path(__file__).with_name("titan_rank.py")
-pytestmark = pytest.mark.clients
+LATER = Path(sys.prefix) / "torchtitan-0.3.0"  # beside 0.2.2; see the Makefile
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1300)]
 
 
 def losses(package: str, schedule: str, num_ranks: int) -> list[str]:
@@ -16,7 +18,7 @@ def losses(package: str, schedule: str, num_ranks: int) -> list[str]:
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), str(RANK), package, schedule, "3"),
     ]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
     assert ("fxpipe.schedules" in found.stdout) == (package == "fxpipe")
     return sorted(set(re.findall(r"LOSS \d+ [\d.]+", found.stdout)))
@@ -31,3 +33,32 @@ def test_losses_are_those_of_torch(schedule, num_ranks):
 
     assert len(expected) == 3
     assert losses("fxpipe", schedule, num_ranks) == expected
+
+
+def test_a_later_version_imports_and_makes_its_schedule():
+    # It has no attention for a CPU, so that nothing of it can be trained here.
+    code = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import fxpipe.compat
+        fxpipe.compat.install()
+        import torch, torchtitan
+        from torch import nn
+        import torchtitan.experiments.graph_trainer.graph_pp
+        from torchtitan.distributed import pipeline_parallel
+        assert torchtitan.__file__.startswith(sys.argv[1])
+        kind = pipeline_parallel.get_schedule_class("Interleaved1F1B")
+        group = fxpipe.LocalGroup(2)
+        make = pipeline_parallel.PipelineStage
+        stages = [make(nn.Linear(4, 4), i, 4, "cpu", group=group) for i in range(4)]
+        schedule = kind(stages, n_microbatches=4, loss_fn=nn.functional.mse_loss, scale_grads=False)
+        assert isinstance(schedule, pipeline_parallel._PipelineScheduleRuntime)
+        schedule.step(torch.randn(8, 4), target=torch.randn(8, 4))
+        print(pipeline_parallel.PipelineStage.__module__)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", dedent(code), str(LATER)]
+
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.strip().endswith("fxpipe.stage")

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.record.graph_calls import GraphCall
 from fxpipe.graph.sandbox.patches import patched
+from fxpipe.torch_inside import FakeTensor
 
 __all__ = ["MaskCall", "may_be_none", "watched_masks"]
 

@@ -5,9 +5,8 @@ import pytest
 from tests.graph.random_models.generate import run_case
 
 
-@pytest.mark.parametrize("start", range(0, 30, 10))
-def test_a_sample_is_equal_or_refused(start: int) -> None:
-    check_seeds(range(start, start + 10))
+def test_the_first_ten_are_equal_or_refused() -> None:
+    check_seeds(range(10))
 
 
 @pytest.mark.full
@@ -21,3 +20,7 @@ def check_seeds(seeds) -> None:
 
     wrong = {seed: outcome for seed, outcome in outcomes.items() if not outcome.is_right}
     assert not wrong, "\n".join(f"{seed}: {outcome}" for seed, outcome in wrong.items())
+    # A generator whose models fail by themselves, or are all refused, would show nothing.
+    kinds = [outcome.kind for outcome in outcomes.values()]
+    assert kinds.count("equal") >= len(kinds) // 5
+    assert kinds.count("plain fails") <= len(kinds) // 5

@@ -37,7 +37,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--schedule", default="1F1B")
-    options.add_argument("--run", type=Path, default=Path("run-lora"))
+    options.add_argument("--folder", type=Path, default=Path("run-lora"))
     given = options.parse_args()
 
     dist.init_process_group("gloo")
@@ -58,11 +58,11 @@ def main() -> None:
         losses.append(float(pipe.step(input_ids=ids, target=ids)))
         optimizer.step()
         optimizer.zero_grad()
-    save_checkpoint(given.run, pipe, optimizer, step=pipe.num_steps)
+    save_checkpoint(given.folder, pipe, optimizer, step=pipe.num_steps)
     if dist.get_rank() == 0:
         model = build()
-        load_checkpoint(given.run, model)
-        model.save_pretrained(given.run / "adapter")
+        load_checkpoint(given.folder, model)
+        model.save_pretrained(given.folder / "adapter")
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     dist.destroy_process_group()
 

@@ -48,7 +48,7 @@ def main() -> None:
     options.add_argument("--text", type=Path, default=HERE)
     options.add_argument("--steps", type=int, default=200)
     options.add_argument("--save-every", type=int, default=20)
-    options.add_argument("--run", type=Path, default=Path("run"))
+    options.add_argument("--folder", type=Path, default=Path("run"))
     options.add_argument("--schedule", default="1F1B")
     options.add_argument("--crash-at", type=int, default=-1)
     options.add_argument("--losses", type=Path, help="append each step's loss to this file")
@@ -70,8 +70,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
     lr = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.steps)
     extra = {"lr": lr, "data": data}
-    if given.run.is_dir() and any(given.run.glob("*/.metadata")):
-        pipe.num_steps = load_checkpoint(given.run, pipe, optimizer, extra=extra).step
+    if given.folder.is_dir() and any(given.folder.glob("*/.metadata")):
+        pipe.num_steps = load_checkpoint(given.folder, pipe, optimizer, extra=extra).step
 
     while pipe.num_steps < given.steps:
         if pipe.num_steps == given.crash_at and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
@@ -88,7 +88,7 @@ def main() -> None:
         if (step := pipe.num_steps) % given.save_every == 0 or step == given.steps:
             is_last = step == given.steps
             save_checkpoint(
-                given.run, pipe, optimizer, step=step, extra=extra, keep=2, wait=is_last
+                given.folder, pipe, optimizer, step=step, extra=extra, keep=2, wait=is_last
             )
     dist.destroy_process_group()
 

@@ -39,7 +39,7 @@ def batch(number: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--run", type=Path, default=Path("run-hf"))
+    options.add_argument("--folder", type=Path, default=Path("run-hf"))
     given = options.parse_args()
 
     dist.init_process_group("gloo")
@@ -64,8 +64,8 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     lr = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, given.steps)
-    if given.run.is_dir():
-        pipe.num_steps = load_checkpoint(given.run, pipe, optimizer, extra={"lr": lr}).step
+    if given.folder.is_dir():
+        pipe.num_steps = load_checkpoint(given.folder, pipe, optimizer, extra={"lr": lr}).step
 
     while pipe.num_steps < given.steps:
         first = 2 * pipe.num_steps
@@ -80,12 +80,12 @@ def main() -> None:
     print(
         f"rank {dist.get_rank()}: loss on other text {pipe.evaluate(**inputs, target=labels):.3f}"
     )
-    save_checkpoint(given.run, pipe, optimizer, step=pipe.num_steps, extra={"lr": lr})
-    save_weights(given.run / "exported", pipe)
+    save_checkpoint(given.folder, pipe, optimizer, step=pipe.num_steps, extra={"lr": lr})
+    save_weights(given.folder / "exported", pipe)
     tokens = generate(pipe, inputs["input_ids"][:4], max_new_tokens=8)
     if dist.get_rank() == 0:
-        config.save_pretrained(given.run / "exported")
-        again = LlamaForCausalLM.from_pretrained(given.run / "exported").eval()
+        config.save_pretrained(given.folder / "exported")
+        again = LlamaForCausalLM.from_pretrained(given.folder / "exported").eval()
         plain = again.generate(
             inputs["input_ids"][:4],
             max_new_tokens=8,

@@ -41,7 +41,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
             2,
             "train_gpt.py",
             *common,
-            *("--run", name, "--losses", f"{name}.txt", "--crash-at", crash),
+            *("--folder", name, "--losses", f"{name}.txt", "--crash-at", crash),
             restarts=1,
         )
 
@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_killed_run_goes_on_with_other_stages(tmp_path: Path) -> None:
-    first = ("--save-every", "2", "--run", "run", "--losses", "run.txt")
+    first = ("--save-every", "2", "--folder", "run", "--losses", "run.txt")
     torchrun(tmp_path, 2, "train_gpt.py", "--steps", "4", *first)
     torchrun(tmp_path, 4, "train_gpt.py", "--steps", "8", "--schedule", "ZBVZeroBubble", *first)
     found = losses(tmp_path / "run.txt")

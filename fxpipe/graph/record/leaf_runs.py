@@ -44,7 +44,7 @@ __all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "fresh", "run_operation"
 class LeafOutcome:
     """What a leaf returned, and what it did to its tensor arguments (by position).
 
-    `changed` were modified in place. Of `untouched` no operation used the values.
+    `changed` were modified in place. `untouched` are inputs whose values no operation used.
     `is_likely`: its sizes may depend on values, and were learnt from some of them.
     `wrote` names the buffers of the leaf that it changed in place. `draws`: it takes
     random numbers. `left` are the attributes that it changed: inner module and name.

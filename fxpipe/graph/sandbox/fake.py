@@ -231,7 +231,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 class Left:
-    """Leave a mode that is on top of the stack, for the time of a `with`."""
+    """A `with` block outside of a fake mode, which must be the innermost mode."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode

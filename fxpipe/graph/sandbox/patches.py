@@ -49,7 +49,7 @@ Call = Callable[..., Any]
 
 
 class Seer(Protocol):
-    """What watches a trace."""
+    """Is told of each call that `intercepted` sees, and decides what the call does."""
 
     def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any: ...
 

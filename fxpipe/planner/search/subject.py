@@ -98,7 +98,7 @@ def subject_of(
     sizes: Mapping[str, int] | None,
     opened: Iterable[str] | None = None,
 ) -> Subject:
-    """Capture and price a model for up to so many stages, or with given modules opened."""
+    """Capture and price a model for at most `num_stages` stages, or with given modules opened."""
     pipe: Pipe | None = None
     stage_of: dict[str, int] | None = None
     if isinstance(model, Pipe):
@@ -122,7 +122,7 @@ def subject_of(
 
 
 def opened_for(model: nn.Module, num_stages: int) -> set[str]:
-    """The modules to open for up to so many stages, without opening repeated blocks."""
+    """The modules to open for at most `num_stages` stages, without opening repeated blocks."""
     return choose_opened(model, min(num_stages, max(_num_blocks(model), 2)))
 
 

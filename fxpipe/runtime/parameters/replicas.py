@@ -47,7 +47,7 @@ class Replicas:
         self.owes = 1
 
     def begin(self, seconds: float, flags: int = 0) -> None:
-        """A step begins, in which nobody waits for longer than so many seconds.
+        """Begin a step in which no wait is longer than `seconds`.
 
         Raises:
             RemoteStageError: a replica was silent in an earlier step.

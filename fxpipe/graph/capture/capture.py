@@ -251,13 +251,18 @@ def _in_both_modes(
     flags = {part.training for part in task.module.modules()}
     training = first if flags == {True} else traced(True, "in training mode")
     evaluation = first if flags == {False} else traced(False, "in evaluation mode")
+    _check_refusals(training, evaluation)
+    for graph, other, mode in ((training, evaluation, True), (evaluation, training, False)):
+        if reasons := _refusals(other):
+            modes = dict.fromkeys(graph.flags | other.flags, mode)
+            flagged = dataclasses.replace(graph, flags=frozenset(modes))
+            return dataclasses.replace(flagged, modes=modes, why_one_mode="\n".join(reasons))
     if training.inputs.example != evaluation.inputs.example:
         sizes = [*training.inputs.sizes, *evaluation.inputs.sizes]
         fixed = settings.wishes.without(size for size in sizes if not size.is_dynamic)
         assert len(fixed.dims) < len(settings.wishes.dims)
         why = "without sizes that one mode fixes and the other leaves open"
         raise OtherSettings(dataclasses.replace(settings, wishes=fixed, why=why))
-    _check_refusals(training, evaluation)
     merge_modes(
         training.graph, training.facts, evaluation.graph, evaluation.facts,
         training.flags | evaluation.flags,
@@ -290,13 +295,15 @@ def _follow_dtypes(
 
 
 def _check_refusals(*graphs: TracedGraph) -> None:
-    """Raise if no mode can run; one mode alone refuses when a stage runs in it."""
-    found = [
-        [n.target.message for n in graph.graph.nodes if isinstance(n.target, Refusal)]
-        for graph in graphs
-    ]
+    """Raise if no mode can run; where one can, the graph is for that mode."""
+    found = [_refusals(graph) for graph in graphs]
     if all(found):
-        raise TraceError("\n".join(dict.fromkeys(found[0])))
+        raise TraceError("\n".join(found[0]))
+
+
+def _refusals(traced: TracedGraph) -> list[str]:
+    targets = [node.target for node in traced.graph.nodes]
+    return list(dict.fromkeys(t.message for t in targets if isinstance(t, Refusal)))
 
 
 def _joined(training: TracedGraph, evaluation: TracedGraph) -> TracedGraph:

@@ -1,4 +1,4 @@
-"""Refuse a cut that leaves a buffer which is changed in more than one stage.
+"""Refuse a cut that leaves a buffer or parameter which is changed in more than one stage.
 
 Each stage has its own copy of what it holds, in a process of its own. A copy that
 one stage changes would be out of date in the other.
@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.flow import Flow
-from fxpipe.torch_inside import NormBase, buffers_of, transient_buffers
+from fxpipe.torch_inside import NormBase, buffers_of, parameters_of, transient_buffers
 
 __all__ = ["check_state_writes"]
 
@@ -28,14 +28,14 @@ def check_state_writes(flow: Flow) -> None:
     writers: dict[int, tuple[str, int, fx.Node]] = {}
     for node, stage in flow.stage_of.items():
         for name in _written(module, node, flow.facts[node].writes):
-            writers.setdefault(id(module.get_buffer(name)), (name, stage, node))
+            writers.setdefault(id(_tensor(module, name)), (name, stage, node))
     if not writers:
         return
     faults: dict[str, None] = {}
     for stage in range(flow.num_stages):
         for node in flow.local(stage):
-            for buffer in _buffers(module, node):
-                name, home, writer = writers.get(id(buffer), ("", stage, node))
+            for tensor in _tensors(module, node):
+                name, home, writer = writers.get(id(tensor), ("", stage, node))
                 if home != stage:
                     faults[
                         f"{name!r} is changed in stage {home} ({flow.facts[writer].where}) and "
@@ -43,8 +43,10 @@ def check_state_writes(flow: Flow) -> None:
                     ] = None
     if faults:
         raise SplitError(
-            "a buffer that is changed in one stage cannot be used in another, which has its own "
-            "copy:\n  " + "\n  ".join(faults) + "\nmove the split so that one stage has both"
+            "a buffer or parameter that is changed in one stage cannot be used in another, which "
+            "has its own copy:\n  "
+            + "\n  ".join(faults)
+            + "\nmove the split so that one stage has both"
         )
 
 
@@ -60,11 +62,17 @@ def _written(module: nn.Module, node: fx.Node, writes: frozenset[str]) -> set[st
     return names
 
 
-def _buffers(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
+def _tensors(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
     if node.op == "call_module":
         yield from module.get_submodule(str(node.target)).buffers()
+        yield from module.get_submodule(str(node.target)).parameters()
     elif node.op == "get_attr":
-        path, _, name = str(node.target).rpartition(".")
-        buffer = buffers_of(module.get_submodule(path)).get(name)
-        if buffer is not None:
-            yield buffer
+        found = _tensor(module, str(node.target))
+        if found is not None:
+            yield found
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return {**parameters_of(owner), **buffers_of(owner)}.get(key)

@@ -43,6 +43,25 @@ class TrainsOnly(nn.Module):
         return self.layers[1](x)
 
 
+class Rescaled(nn.Module):
+    """Changes its parameters when it changes to evaluation, as rwkv does."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_rescaled = False
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        if self.training == self.is_rescaled:
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.weight.div_(2)
+            self.is_rescaled = not self.training
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 SPEC = {"layers.1": SplitPoint.BEGINNING}
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -75,6 +94,20 @@ def test_a_model_that_only_trains_is_traced_in_training(fault):
     model.eval()
     with pytest.raises(TraceError, match=r"could not be traced in evaluation: .*"):
         pipe(X)
+
+
+def test_parameters_that_one_mode_changes_are_left_alone():
+    # The refusal was in the last stage, behind the changes; and no buffer had the name.
+    model = Rescaled()
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+
+    assert_parity(model, pipe, (X,))
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.eval()
+    for stage in pipe.stages:
+        with pytest.raises(TraceError, match=r"could not be traced in evaluation: .*is_res"):
+            stage.module(X)
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("fault", ["raises", "decides"])

@@ -205,7 +205,7 @@ def test_outputs_of_any_kind_are_compared() -> None:
 
     pipe = pipeline(Many(), (X,))
 
-    assert len(pipe.info().check.equal) == 4
+    assert len(pipe.info().check.equal) == 5
 
 
 def test_where_the_plain_model_fails_the_pipe_must_fail() -> None:

@@ -169,6 +169,7 @@ def _judge_call(
     history: History, call: Call, found: dict[int, Record], dead: set[int], broken: bool
 ) -> list[str]:
     event = call.event
+    timeout = max((record.timeout for record in found.values()), default=history.timeout)
     grace = GRACE * max((record.slowness for record in found.values()), default=1.0)
     lines = [f"rank {r}: {text}" for r, record in found.items() for text in record.wrong]
     raised = {r: record for r, record in found.items() if record.error}
@@ -179,11 +180,11 @@ def _judge_call(
     if broken:
         if raised and len(raised) != len(found):
             lines.append(f"after a lost rank only ranks {sorted(raised)} raised")
-        lines += _late(found, history.timeout + grace)
+        lines += _late(found, timeout + grace)
         return lines
     if dead and event is not None and event.kind in ("kill", "fork_kill"):
         (gone,) = dead
-        return lines + _all_raised(found, set(), f"rank {gone}", history.timeout + grace)
+        return lines + _all_raised(found, set(), f"rank {gone}", timeout + grace)
     if fired and event is not None and event.kind == "raise":
         if event.where == "forward" and not raised:
             return lines  # it was raised in a run that only learns shapes, and that is made again
@@ -191,8 +192,8 @@ def _judge_call(
     if fired and event is not None and event.is_silence:
         (slow,) = fired
         others = {r: record for r, record in found.items() if r != slow}
-        lines += _all_raised(others, set(), f"rank {slow}", history.timeout + grace)
-        return lines + _late({slow: found[slow]}, event.seconds(history.timeout) + grace)
+        lines += _all_raised(others, set(), f"rank {slow}", timeout + grace)
+        return lines + _late({slow: found[slow]}, event.seconds(timeout) + grace)
     if call.odd is not None:
         return lines + _all_raised(found, set(), "", grace)
     lines += [f"rank {r} raised {x.error}: {x.text}" for r, x in raised.items()]

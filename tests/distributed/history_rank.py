@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,7 @@ class Record:
 
     seconds: float = 0.0
     slowness: float = 1.0
+    timeout: float = 0.0
     error: str = ""
     text: str = ""
     is_ours: bool = True
@@ -336,7 +337,7 @@ class Rank:
         return found, self.plain.blocks[index]
 
     def make(self, call: Call) -> Record:
-        record = Record()
+        record = Record(timeout=self.history.timeout)
         name = call.name
         if call.odd is not None and call.odd[0] == self.rank:
             name = call.odd[1]
@@ -519,7 +520,12 @@ def play(world_rank: int, history: History) -> list[Record] | None:
             while store.add("done", 0) < len(history.ranks) - deaths:  # it may be this rank's store
                 time.sleep(0.05)
         return None
+    # A busy machine gets more time, and the clock runs from when all ranks are there.
+    slow = torch.tensor(slowness())
+    dist.all_reduce(slow, dist.ReduceOp.MAX, group)
+    history = replace(history, timeout=history.timeout * float(slow))
     rank = Rank(history, history.ranks.index(world_rank), group)
+    dist.barrier(group)
     records = [rank.make(call) for call in history.calls]
     with contextlib.suppress(RuntimeError):  # the rank that holds the store may be gone
         store.add("done", 1)

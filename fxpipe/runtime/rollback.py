@@ -98,7 +98,12 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         others = {device for device in devices if device.type not in ("cpu", "meta")}
         homes = [(torch.get_device_module(device), device) for device in others]
-        self._others = [(home, device, home.get_rng_state(device)) for home, device in homes]
+        # A device module without these functions has no generator of its own.
+        self._others = [
+            (home, device, home.get_rng_state(device))
+            for home, device in homes
+            if hasattr(home, "get_rng_state")
+        ]
 
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)

@@ -139,6 +139,9 @@ class NcclLike(dist.ProcessGroup):
         self.posted: list[tuple[str, int]] = []
         self.aborted = threading.Event()
         self._inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout=_NEVER)
+        # A rank that is connected could end, and close, before its peers know that they are too.
+        store.set(f"connected {rank}", "")
+        store.wait([f"connected {peer}" for peer in range(size)])
         self._queues: dict[Any, _Queue] = {}
         self._random = random.Random(int(os.environ.get("NCCL_LIKE_SEED", "0")) + rank)
         self._longest = float(os.environ.get("NCCL_LIKE_DELAY", "0.001"))

@@ -26,11 +26,11 @@ class Group:
 
     def begin(self, deadline: Any, number: int) -> None: ...
 
-    def send(self, peer: int, tensors: Any) -> str:
+    def send(self, peer: int, tensors: Any, lane: int = 0) -> str:
         self.carried.append(f"send to {peer}")
         return "handle"
 
-    def recv(self, peer: int, shapes: Any, device: Any) -> str:
+    def recv(self, peer: int, shapes: Any, device: Any, lane: int = 0) -> str:
         self.carried.append(f"receive from {peer}")
         return "incoming"
 

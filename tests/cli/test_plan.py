@@ -111,7 +111,7 @@ def test_a_known_model_is_planned_with_its_days_and_dollars() -> None:
         "--sharding", "3", "--tensor-parallel", "1",
     )  # fmt: skip
 
-    assert "1e+12 tokens take" in text and "at $2.5 per GPU and hour" in text
+    assert "1T tokens take" in text and "at $2.5 per GPU and hour" in text
     assert "of its bfloat16 peak (MFU)" in text
     assert "build() makes pipelines with replicas" in text
 

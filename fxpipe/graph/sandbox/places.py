@@ -168,7 +168,7 @@ def _content(place: Any) -> Any:
     if isinstance(place, _Globals):
         return dict(place.names)
     if isinstance(place, dict):
-        return dict(dict.items(place))
+        return dict(_kind_of(place).items(place))
     return list(place) if isinstance(place, (list, collections.deque)) else set(place)
 
 
@@ -207,11 +207,19 @@ def _put_back(place: Any, before: Any) -> None:
     elif isinstance(place, list):
         list.__setitem__(place, slice(None), before)
     elif isinstance(place, dict):
-        dict.clear(place)
-        dict.update(place, before)
+        _kind_of(place).clear(place)
+        _kind_of(place).update(place, before)
     else:
         place.clear()
         (place.extend if isinstance(place, collections.deque) else place.update)(before)
+
+
+def _kind_of(place: dict[Any, Any]) -> Any:
+    """Return the class whose methods see all of a dict, but no code of a user's subclass.
+
+    An OrderedDict keeps its order beside the dict: the methods of dict would break it.
+    """
+    return collections.OrderedDict if isinstance(place, collections.OrderedDict) else dict
 
 
 _MISSING = object()

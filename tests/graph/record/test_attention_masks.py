@@ -103,10 +103,14 @@ def test_eager_attention_makes_its_own_mask():
 
 
 def test_code_that_was_opened_gets_the_mask_it_has_seen():
-    # An opened attention layer decides by `attention_mask is None` while it is traced.
+    # An opened attention layer decides by `attention_mask is None` while it is traced. Its
+    # numbers are right, but its kernel is another: who wants that must say so.
     model, layer = llama()
     spec = {f"{layer}.self_attn.o_proj": SplitPoint.BEGINNING}
-    pipe = pipeline(model.eval(), (), inputs(2, 8, "full"), split_spec=spec)
+    with pytest.raises(TraceError, match="calls of attention kernels"):
+        pipeline(model.eval(), (), inputs(2, 8, "full"), split_spec=spec)
+
+    pipe = pipeline(model.eval(), (), inputs(2, 8, "full"), split_spec=spec, check=False)
 
     for kwargs in (inputs(2, 8, "full"), inputs(2, 8, "padded")):
         torch.testing.assert_close(pipe(**kwargs).logits, model(**kwargs).logits)

@@ -1,5 +1,6 @@
 """A trace leaves the model and the process as they were, also after an error."""
 
+import collections
 import functools
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe import TraceError, pipe_split, pipeline
 from fxpipe.graph.sandbox.fake import probe
+from fxpipe.graph.sandbox.places import Places
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 
 X = torch.randn(4, 8)
@@ -258,3 +260,26 @@ def test_no_fake_tensor_stays_in_a_cache(cache: str, kind: type[nn.Module]) -> N
         wanted = model(x)
         assert type(wanted) is Tensor
         torch.testing.assert_close(found, wanted)
+
+
+class Counting(collections.OrderedDict[str, int]):
+    """A dict whose own methods say something else than what it holds."""
+
+    def items(self):  # type: ignore[no-untyped-def]
+        return ()
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, Counting])
+def test_dicts_of_every_kind_are_put_back(kind: type[dict[str, int]]) -> None:
+    # Methods of dict broke the hooks of modules, which are in an OrderedDict: the next
+    # iteration over them raised a KeyError.
+    module = nn.Module()
+    module.kept = kind(b=1, a=2)
+    places = Places(module)
+    module.kept["c"] = 3
+    del module.kept["b"]
+
+    places.restore()
+
+    assert list(module.kept) == ["b", "a"]
+    assert [module.kept[name] for name in module.kept] == [1, 2]

@@ -5,7 +5,8 @@
 
 `--crash-at 120` kills the process there, once, to show that nothing is lost:
 
-    torchrun --max-restarts 1 --nproc-per-node 2 examples/train_gpt.py --crash-at 120
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a restart must not find addresses of the dead
+    torchrun --standalone --max-restarts 1 --nproc-per-node 2 examples/train_gpt.py --crash-at 120
 """
 
 import argparse

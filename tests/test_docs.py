@@ -27,6 +27,7 @@ from fxpipe.program import simulate
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.schedules import Schedule, get_schedule_class
 from fxpipe.viz import timeline_text
+from tests.torchrun import torchrun
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))))
@@ -123,23 +124,16 @@ def test_python_blocks_run_and_print_what_they_show(page: str, folder: Path) -> 
                 assert printed.getvalue().rstrip() == block.prints.rstrip(), f"{page}:{block.line}"
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: f"{block.page}:{block.line}")
 def test_scripts_run_under_torchrun(block: Block, folder: Path) -> None:
     script = folder / "train.py"
     script.write_text(block.text, encoding="utf-8")
-    options = ["--standalone", "--nproc-per-node", str(block.ranks), str(script)]
 
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    said = torchrun(folder, block.ranks or 1, script)
 
-    assert done.returncode == 0, done.stderr[-6000:]
     if block.prints is not None:
-        assert done.stdout.rstrip() == block.prints.rstrip()
+        assert said.rstrip() == block.prints.rstrip()
 
 
 def run_command(line: str) -> None:

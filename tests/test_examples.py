@@ -1,30 +1,17 @@
 """Every script of examples/ runs under torchrun; a killed run goes on as if it had not been."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.torchrun import ROOT, torchrun
+
 EXAMPLES = {path.name for path in (ROOT / "examples").glob("*.py")}
+pytestmark = pytest.mark.timeout(900)  # two runs of torchrun on a busy machine
 
 
-def torchrun(folder: Path, ranks: int, script: str, *args: str, restarts: int = 0) -> str:
-    how = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
-    path = ROOT / "examples" / script
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *how, str(path), *args],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
+def run(folder: Path, ranks: int, script: str, *args: str, restarts: int = 0) -> str:
+    return torchrun(folder, ranks, ROOT / "examples" / script, *args, restarts=restarts)
 
 
 def losses(path: Path) -> dict[int, str]:
@@ -36,7 +23,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     # All ranks are killed before step 5, one step after the last save, while it may be written.
     common = ("--steps", "7", "--save-every", "2")
     for name, crash in (("whole", "-1"), ("killed", "5")):
-        torchrun(
+        run(
             tmp_path,
             2,
             "train_gpt.py",
@@ -52,8 +39,8 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_killed_run_goes_on_with_other_stages(tmp_path: Path) -> None:
     first = ("--save-every", "2", "--folder", "run", "--losses", "run.txt")
-    torchrun(tmp_path, 2, "train_gpt.py", "--steps", "4", *first)
-    torchrun(tmp_path, 4, "train_gpt.py", "--steps", "8", "--schedule", "ZBVZeroBubble", *first)
+    run(tmp_path, 2, "train_gpt.py", "--steps", "4", *first)
+    run(tmp_path, 4, "train_gpt.py", "--steps", "8", "--schedule", "ZBVZeroBubble", *first)
     found = losses(tmp_path / "run.txt")
 
     assert set(found) == set(range(1, 9))
@@ -61,9 +48,9 @@ def test_a_killed_run_goes_on_with_other_stages(tmp_path: Path) -> None:
 
 
 def test_train_hf_goes_on_exports_and_generates(tmp_path: Path) -> None:
-    said = torchrun(tmp_path, 2, "train_hf.py", "--steps", "2")
+    said = run(tmp_path, 2, "train_hf.py", "--steps", "2")
     assert "the exported model generates the same: True" in said
-    said = torchrun(tmp_path, 4, "train_hf.py", "--steps", "3")
+    said = run(tmp_path, 4, "train_hf.py", "--steps", "3")
     assert said.count("loss on other text") == 4
     assert "the exported model generates the same: True" in said
 
@@ -77,7 +64,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(("ranks", "script", "args"), OTHERS, ids=lambda value: str(value)[:20])
 def test_other_examples_run(ranks: int, script: str, args: tuple[str, ...], tmp_path: Path) -> None:
-    assert "loss" in torchrun(tmp_path, ranks, script, *args)
+    assert "loss" in run(tmp_path, ranks, script, *args)
 
 
 def test_every_example_is_run_here() -> None:

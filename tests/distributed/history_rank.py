@@ -451,11 +451,7 @@ class Rank:
             module.zero_grad()
 
     def do_save(self, call: Call, record: Record) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            shared = [folder]
-            dist.broadcast_object_list(shared)
-            save_checkpoint(shared[0], self.stages)
-            load_checkpoint(shared[0], self.stages)
+        _save(self.stages, is_alone=self.rank is None)
 
     def do_hook(self, call: Call, record: Record) -> None:
         index = call.number % self.history.num_stages
@@ -492,6 +488,16 @@ class Rank:
 
     def do_timeline(self, call: Call, record: Record) -> None:
         self.schedules[call.schedule].record_timeline(call.number % 3 > 0)
+
+
+def _save(stages: list[PipelineStage], *, is_alone: bool = False) -> None:
+    """Save to one folder and load: all processes together, or this one that holds all stages."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        if not is_alone:
+            dist.broadcast_object_list(shared)
+        save_checkpoint(shared[0], stages)
+        load_checkpoint(shared[0], stages)
 
 
 def _double(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # setup.sh demo: a virtualenv with what `fxpipe demo` needs, and nothing else.
-# setup.sh test: the same with what tests, pictures and notebooks need. Debian's packages (graphviz,
-#                chromium) are added where they are missing and we are root.
+# setup.sh test: the same with what tests, pictures and notebooks need. Debian's chromium is added
+#                where it is missing and we are root.
 set -euo pipefail
 what=${1:?demo or test}
 python=${PYTHON:-python3}
@@ -21,13 +21,10 @@ if [ "$what" = demo ]; then
   exit
 fi
 
-missing=()
-command -v dot >/dev/null || missing+=(graphviz)
-command -v chromium >/dev/null || missing+=(chromium)
-if ((${#missing[@]})) && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "installing Debian packages: ${missing[*]}"
+if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "installing Debian's chromium"
   apt-get update -qq || true
-  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null ||
-    echo "could not install ${missing[*]}: pictures of nodes need graphviz, and a test needs chromium" >&2
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null ||
+    echo "could not install chromium, which a test of the report needs" >&2
 fi
 install -e ".[dev]"

@@ -39,7 +39,8 @@ ALLOWED = {
     "liveness": MATTER,
     "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules", "liveness"},
     "training": MATTER | {"runtime", "stage", "schedules"},
-    "cli": MATTER | {"example_models", "planner", "viz", "runtime", "stage", "schedules"},
+    "cli": MATTER
+    | {"example_models", "planner", "viz", "runtime", "stage", "schedules", "training"},
     "__main__": {"cli"},
 }
 # A stage is built from a pipe, and users expect to find that as a method of the pipe; so

@@ -6,17 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fxpipe.cli.options import (
-    AsJson,
-    Batch,
-    Dtype,
-    InputsName,
-    ModelName,
-    Seq,
-    Split,
-    Stages,
-    split_names,
-)
+from fxpipe.cli.options import AsJson, RunnableModel, split_names, takes_model
 from fxpipe.cli.output import err, examples, make_table, out, print_error, print_json, working
 from fxpipe.errors import TraceError
 
@@ -32,14 +22,9 @@ check_examples = examples(
 )
 
 
+@takes_model
 def check(
-    model: ModelName,
-    stages: Stages = None,
-    split: Split = None,
-    batch: Batch = 2,
-    seq: Seq = None,
-    inputs: InputsName = None,
-    dtype: Dtype = "float32",
+    model: RunnableModel,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only the runs that pipeline() makes itself.")
     ] = False,
@@ -49,23 +34,21 @@ def check(
 
     Exit code 0: equal, or refused with a clear error; 1: a difference.
     """
-    from fxpipe.cli.named.models import ModelRequest, resolve
+    from fxpipe.cli.named.models import resolve
     from fxpipe.cli.named.pipes import split_pipe
     from fxpipe.graph.check.report import Budget, CheckReport
     from fxpipe.graph.pipe import check_pipe
 
-    named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype))
-    args, kwargs = named.inputs(batch)
+    named = resolve(model.request())
+    args, kwargs = named.inputs(model.batch)
     module = named.build(meta=False)
-    with working(f"splitting {model}"):
-        pipe = split_pipe(
-            module, (args, kwargs), num_stages=stages, split=split_names(split), check=False
-        )
+    split = split_names(model.split)
+    with working(f"splitting {model.model}"):
+        pipe = split_pipe(module, (args, kwargs), num_stages=model.stages, split=split, check=False)
     done: list[str] = []
-    console = err()
     fault: TraceError | None = None
     report = CheckReport()
-    with console.status("") as status:
+    with err().status("") as status:
 
         def show(name: str) -> None:
             done.append(name)
@@ -82,7 +65,7 @@ def check(
     if as_json:
         print_json(
             {
-                "model": model,
+                "model": model.model,
                 "equal": fault is None,
                 "runs": [{"run": run, "result": result} for run, result in rows],
                 "error": str(fault) if fault else None,

@@ -6,7 +6,7 @@ It fails if the pipeline's gradients are not the plain model's.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -106,7 +106,7 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
     from fxpipe.viz import draw_pipe, draw_timeline, stretch, write_report
 
     traced, program = trainer.traced, trainer.program
-    measured = trainer.schedule.timeline
+    measured = trainer.pipe.schedule.timeline
     simulated = simulate(program)
     factor = sum(measured.busy) / sum(simulated.busy)
     others = [get_schedule(name)(2, 2, program.num_microbatches) for name in ("GPipe", "ZBH1")]
@@ -114,9 +114,8 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
         (f"{program.name}, measured", program, measured),
         *((p.name, p, stretch(simulate(p), factor)) for p in (program, *others)),
     ]
-    known: dict[str, Any] = {"sizes": traced.sizes, "flops": traced.flops}
     return [
-        draw_pipe(traced.pipe, folder / "gpt.svg", title="A small GPT", **known),
+        draw_pipe(traced.pipe, folder / "gpt.svg", title="A small GPT", **traced.figures),
         draw_timeline(
             stretch(simulated, factor),
             folder / "timeline.svg",
@@ -131,6 +130,6 @@ def draw_demo(trainer: Trainer, folder: Path) -> list[Path]:
             title="A small GPT on two processes",
             notes=("Simulated steps take as long as the measured one computes.",),
             time_unit="s",
-            **known,
+            **traced.figures,
         ),
     ]

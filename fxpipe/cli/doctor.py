@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.metadata
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +25,6 @@ doctor_examples = examples("fxpipe doctor", "fxpipe doctor --json", "fxpipe doct
 _EXTRAS = {
     "typer": "the command line",
     "rich": "the command line and colours",
-    "graphviz": "pictures of single nodes",
     "vl-convert-python": "PNG and PDF pictures",
     "transformers": "models named hf:...",
 }
@@ -61,7 +57,7 @@ def doctor(
         _check_rank()
         return
     with working("looking around"):
-        checks = [*_versions(), *_devices(), *_backends(), _dot()]
+        checks = [*_versions(), *_devices(), *_backends()]
     if run:
         with working("training on two processes"):
             checks.append(_try_two_processes(context))
@@ -76,32 +72,18 @@ def doctor(
 
 
 def _check_rank() -> None:
-    """Two stages on two processes, one step, against the plain model."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
+    """Train one step on two processes, beside the plain model."""
+    from fxpipe.cli.named.models import ModelRequest
+    from fxpipe.cli.ranks.training import Trainer, TrainSettings
 
-    from fxpipe.cli.ranks.training import join_ranks
-    from fxpipe.schedules import Schedule1F1B
-    from fxpipe.stage import PipelineStage
-
-    torch.set_num_threads(1)
-    device = join_ranks("cpu")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-    plain = nn.Sequential(*copy.deepcopy(modules))
-    rows, target = torch.randn(8, 8), torch.randn(8, 8)
-    stage = PipelineStage(modules[rank], rank, 2, device)
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss, timeout=60.0)
-    schedule.step(rows, target=target)
-    torch.autograd.backward(nn.functional.mse_loss(plain(rows), target))
-    for found, wanted in zip(modules[rank].parameters(), plain[rank].parameters(), strict=True):
-        assert found.grad is not None and wanted.grad is not None
-        if not torch.allclose(found.grad, wanted.grad, atol=1e-6):
-            raise FxpipeError(f"stage {rank} has other gradients than the plain model")
-    dist.barrier()
-    dist.destroy_process_group()
+    settings = TrainSettings(
+        ModelRequest("gpt"), "1F1B", 2, 2, 4, batch=8, steps=1, device="cpu", compare=True
+    )
+    trainer = Trainer(settings)
+    (report,) = trainer.run(lambda report: None)
+    trainer.close()
+    if not (report.gradient_difference or 0.0) <= 1e-6:
+        raise FxpipeError("the stages have other gradients than the plain model")
 
 
 def _versions() -> Iterator[Check]:
@@ -149,15 +131,6 @@ def _found(there: bool, use: str, *, needed: bool = True) -> tuple[State, str]:
     if there:
         return "ok", use
     return "failed" if needed else "missing", f"not in this build of torch; {use}"
-
-
-def _dot() -> Check:
-    program = shutil.which("dot")
-    if program is None:
-        return Check("dot", "missing", "not found; needed for pictures of single nodes only")
-    done = subprocess.run([program, "-V"], capture_output=True, text=True, check=False)
-    words = (done.stderr or done.stdout).strip().removeprefix("dot - ")
-    return Check("dot", "ok" if done.returncode == 0 else "failed", words)
 
 
 def _try_two_processes(context: typer.Context) -> Check:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from fxpipe.errors import InputError
 
+if TYPE_CHECKING:
+    from fxpipe.cli.named.models import ModelRequest
+    from fxpipe.cli.named.pipes import Traced
+
 __all__ = [
     "AsJson",
-    "Batch",
     "Dtype",
     "InputsName",
     "Meta",
     "Microbatches",
     "ModelName",
+    "ModelOptions",
     "Ranks",
+    "RunnableModel",
     "Seed",
     "Seq",
-    "Split",
     "Stages",
     "complete_model",
     "complete_schedule",
+    "numbers",
     "split_names",
+    "takes_model",
 ]
 
 
@@ -42,6 +50,8 @@ def complete_schedule(incomplete: str) -> list[tuple[str, str]]:
 
 def complete_model(incomplete: str) -> list[str]:
     """Python files, folders and example models that start so, and `hf:`."""
+    from fxpipe.cli.named.references import example_models
+
     folder, _, start = incomplete.rpartition("/")
     place = Path(folder or ".")
     if not place.is_dir():
@@ -54,68 +64,103 @@ def complete_model(incomplete: str) -> list[str]:
         and not found.name.startswith((".", "__"))
         and (found.is_dir() or found.suffix == ".py")
     )
-    from fxpipe.cli.named.references import example_models
-
     return names + [name for name in ("hf:", *example_models()) if name.startswith(incomplete)]
 
 
+_MODEL = (
+    "The model: an example (gpt, unet, ...), file.py:factory, package.module:factory, "
+    "hf:config.json or hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes)."
+)
+_SPLIT = "Begin a stage at this module, for example blocks.2. May be repeated, or a list."
+_INPUTS = "A function that makes example inputs, file.py:name; called with the batch size."
+_META = "Build the model without weights, so that it may be of any size; the default for hf:."
+
 ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="The model: an example (gpt, unet, ...), file.py:factory, package.module:factory, "
-        "hf:config.json or hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes).",
-        show_default=False,
-        autocompletion=complete_model,
-    ),
+    str, typer.Argument(metavar="MODEL", help=_MODEL, autocompletion=complete_model)
 ]
-Stages = Annotated[
-    int | None,
-    typer.Option("--stages", "-s", min=1, help="Number of stages.", show_default=False),
-]
+Stages = Annotated[int | None, typer.Option("--stages", "-s", min=1, help="Number of stages.")]
 Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", "-p", min=1, help="Number of ranks (processes).", show_default=False),
+    int | None, typer.Option("--ranks", "-p", min=1, help="Number of ranks (processes).")
 ]
 Microbatches = Annotated[
     int | None,
-    typer.Option(
-        "--microbatches", "-m", min=1, help="Into how many parts a batch is split.",
-        show_default=False,
-    ),
-]  # fmt: skip
-Split = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--split",
-        help="Begin a stage at this module, for example blocks.2. May be repeated, or a list "
-        "with commas.",
-        show_default=False,
-    ),
+    typer.Option("--microbatches", "-m", min=1, help="Into how many parts a batch is split."),
 ]
-Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows of the example inputs.")]
-Seq = Annotated[
-    int | None, typer.Option("--seq", min=1, help="Sequence length.", show_default=False)
-]
-InputsName = Annotated[
-    str | None,
-    typer.Option(
-        "--inputs",
-        help="A function that makes example inputs, file.py:name; called with the batch size.",
-        show_default=False,
-    ),
-]
+Split = Annotated[list[str] | None, typer.Option("--split", help=_SPLIT)]
+Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows of a batch.")]
+Seq = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length.")]
+InputsName = Annotated[str | None, typer.Option("--inputs", help=_INPUTS)]
 Dtype = Annotated[str, typer.Option("--dtype", help="float64, float32, bfloat16 or float16.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of weights and data.")]
-Meta = Annotated[
-    bool | None,
-    typer.Option(
-        "--meta/--no-meta",
-        help="Build the model without weights, so that it may be of any size; the default for hf:.",
-        show_default=False,
-    ),
-]
+Meta = Annotated[bool | None, typer.Option("--meta/--no-meta", help=_META)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+
+
+@dataclass(frozen=True)
+class RunnableModel:
+    """The options by which a command names a model, its example inputs and its stages."""
+
+    model: ModelName
+    stages: Stages = None
+    split: Split = None
+    batch: Batch = 2
+    seq: Seq = None
+    inputs: InputsName = None
+    dtype: Dtype = "float32"
+
+    def request(self, **more: Any) -> ModelRequest:
+        """What is asked for; `more` are other fields of a `ModelRequest`."""
+        from fxpipe.cli.named.models import ModelRequest
+
+        return ModelRequest(self.model, self.seq, self.inputs, dtype=self.dtype, **more)
+
+
+@dataclass(frozen=True)
+class ModelOptions(RunnableModel):
+    """The same for a model that need not have weights."""
+
+    meta: Meta = None
+
+    def trace(self) -> Traced:
+        """Build the model and split it."""
+        from fxpipe.cli.output import working
+
+        with working(f"splitting {self.model}"):
+            from fxpipe.cli.named.models import resolve
+            from fxpipe.cli.named.pipes import trace_model
+
+            return trace_model(
+                resolve(self.request()),
+                batch=self.batch,
+                num_stages=self.stages,
+                split=split_names(self.split),
+                meta=self.meta,
+            )
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer: the fields of its first argument's class become options of it."""
+    hints = get_type_hints(command, include_extras=True)
+    first, *others = inspect.signature(command).parameters.values()
+    made = hints[first.name]
+    own = get_type_hints(made, include_extras=True)
+
+    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+        found = inspect.Parameter.empty if default is MISSING else default
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=found, annotation=kind
+        )
+
+    def run(**given: Any) -> None:
+        model = made(**{field.name: given.pop(field.name) for field in fields(made)})
+        command(model, **given)
+
+    parameters = [parameter(f.name, own[f.name], f.default) for f in fields(made)]
+    parameters += [parameter(p.name, hints[p.name], p.default) for p in others]
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -129,3 +174,20 @@ def split_names(given: Sequence[str] | None) -> tuple[str, ...]:
     if doubled:
         raise InputError(f"--split names {', '.join(doubled)} twice")
     return tuple(names)
+
+
+def numbers(option: str, text: str, *, least: int = 1) -> list[int]:
+    """The whole numbers of an option such as 1,2,4.
+
+    Raises:
+        InputError: it is none, or one is too small.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise InputError(
+            f"{option} is a number from {least} up, or several with commas; got {text!r}"
+        )
+    return found

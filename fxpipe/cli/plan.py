@@ -18,8 +18,9 @@ from fxpipe.cli.options import (
     ModelName,
     Seq,
     complete_schedule,
+    numbers,
 )
-from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
+from fxpipe.cli.output import bar, err, examples, print_json, writable
 from fxpipe.errors import InputError
 
 if TYPE_CHECKING:
@@ -47,108 +48,66 @@ def complete_hardware(incomplete: str) -> list[str]:
     return [name for name in HARDWARE if name.lower().startswith(incomplete.lower())]
 
 
+_BATCH = (
+    "Rows of one step, over all replicas; 32, or 4M tokens of a known model (16M from 100B on)."
+)
+_GROUP = "Sizes that may be chosen, with commas; auto tries some for models without weights."
+_SCHEDULE = "A schedule that may be chosen. May be repeated; all otherwise."
+_CHECKPOINTING = "What may be chosen: none, selective, alternate, 1/2, full, ..."
+_HARDWARE = "A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file."
+
 _Hardware = Annotated[
-    str,
-    typer.Option(
-        "--hardware",
-        "-w",
-        help="A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file.",
-        autocompletion=complete_hardware,
-    ),
+    str, typer.Option("--hardware", "-w", help=_HARDWARE, autocompletion=complete_hardware)
 ]
 _Ranks = Annotated[
     int, typer.Option("--ranks", "--gpus", "-p", min=1, help="Number of ranks (devices).")
 ]
-_BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", min=1, show_default=False,
-        help="Rows of one step, over all replicas; 32, or 4M tokens of a known model "
-        "(16M from 100B parameters on).",
-    ),
-]  # fmt: skip
-_Group = "Sizes that may be chosen, with commas; auto tries some for models without weights."
-_Tensor = Annotated[str, typer.Option("--tensor-parallel", help=_Group)]
-_Context = Annotated[str, typer.Option("--context-parallel", help=_Group)]
-_Expert = Annotated[str, typer.Option("--expert-parallel", help=_Group)]
+_BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help=_BATCH)]
+_Tensor = Annotated[str, typer.Option("--tensor-parallel", help=_GROUP)]
+_Context = Annotated[str, typer.Option("--context-parallel", help=_GROUP)]
+_Expert = Annotated[str, typer.Option("--expert-parallel", help=_GROUP)]
 _Sharding = Annotated[
     str, typer.Option("--sharding", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
 ]
 _Kernels = Annotated[str, typer.Option("--kernels", help="eager, compiled, fused or overlapped.")]
 _Float8 = Annotated[bool, typer.Option("--float8", help="Products of blocks in 8 bits.")]
-_Tokens = Annotated[
-    str | None,
-    typer.Option("--tokens", help="Say what so many take, such as 15T.", show_default=False),
-]
-_Price = Annotated[
-    float | None,
-    typer.Option("--price", min=0, help="Dollars per GPU and hour.", show_default=False),
-]
+_Tokens = Annotated[str | None, typer.Option(help="Say what so many take, such as 15T.")]
+_Price = Annotated[float | None, typer.Option(min=0, help="Dollars per GPU and hour.")]
 _WhatIf = Annotated[
     bool, typer.Option("--what-if", help="Plan again with other GPUs, network and memory.")
 ]
 _DtypeOrNone = Annotated[
-    str | None,
-    typer.Option("--dtype", help="Of the weights; float32, or bfloat16 for a known model.",
-                 show_default=False),
-]  # fmt: skip
+    str | None, typer.Option(help="Of the weights; float32, or bfloat16 for a known model.")
+]
 _Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        help="What a rank may hold, such as 40GB; else the device's.",
-        show_default=False,
-    ),
+    str | None, typer.Option(help="What a rank may hold, such as 40GB; else the device's.")
 ]
 _Schedules = Annotated[
     list[str] | None,
-    typer.Option(
-        "--schedule",
-        help="A schedule that may be chosen. May be repeated; all otherwise.",
-        show_default=False,
-        autocompletion=complete_schedule,
-    ),
+    typer.Option("--schedule", help=_SCHEDULE, autocompletion=complete_schedule),
 ]
 _Sizes = Annotated[
-    str | None,
-    typer.Option(
-        "--microbatch-size", help="Sizes that may be chosen, with commas.", show_default=False
-    ),
+    str | None, typer.Option("--microbatch-size", help="Sizes that may be chosen, with commas.")
 ]
-_Width = Annotated[
-    int | None,
-    typer.Option("--data-parallel", min=1, help="Number of replicas.", show_default=False),
-]
+_Width = Annotated[int | None, typer.Option("--data-parallel", min=1, help="Number of replicas.")]
 _PerRank = Annotated[
-    str | None,
-    typer.Option(
-        "--stages-per-rank", help="Numbers that may be chosen, with commas.", show_default=False
-    ),
+    str | None, typer.Option("--stages-per-rank", help="Numbers that may be chosen, with commas.")
 ]
-_Checkpointing = Annotated[
-    str,
-    typer.Option(
-        "--checkpointing", help="What may be chosen: none, selective, alternate, 1/2, full, ..."
-    ),
-]
+_Checkpointing = Annotated[str, typer.Option("--checkpointing", help=_CHECKPOINTING)]
 _Optimizer = Annotated[
     str, typer.Option("--optimizer", help="none, sgd, momentum, adam, adamw or adamw-master.")
 ]
 _Profile = Annotated[
-    bool,
-    typer.Option("--profile", help="Measure the model's parts on this machine's CPU first."),
+    bool, typer.Option("--profile", help="Measure the model's parts on this machine's CPU first.")
 ]
 _Improve = Annotated[
     bool, typer.Option("--improve", help="Search for a better order than the schedule's.")
 ]
 _Top = Annotated[int, typer.Option("--top", min=1, help="How many options to list.")]
 _Save = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", help="Write the plan, .json, to build from.", show_default=False),
+    Path | None, typer.Option("--out", "-o", help="Write the plan, .json, to build from.")
 ]
-_Report = Annotated[
-    Path | None, typer.Option("--report", help="Write a report, .html.", show_default=False)
-]
+_Report = Annotated[Path | None, typer.Option("--report", help="Write a report, .html.")]
 
 
 def plan(
@@ -189,10 +148,10 @@ def plan(
     the reason why each lost.
     """
     limit = None if memory is None else memory_bytes(memory)
-    sizes = None if microbatch_size is None else _numbers("--microbatch-size", microbatch_size)
+    sizes = None if microbatch_size is None else numbers("--microbatch-size", microbatch_size)
     per_rank = None
     if stages_per_rank is not None:
-        per_rank = _numbers("--stages-per-rank", stages_per_rank)
+        per_rank = numbers("--stages-per-rank", stages_per_rank)
     wanted = None if tokens is None else token_count(tokens)
     for path, ending in ((save, ".json"), (report, ".html")):
         if path is not None and path.suffix.lower() != ending:
@@ -201,7 +160,7 @@ def plan(
     from fxpipe.planner.known_models import KNOWN
     from fxpipe.planner.plan import plan as make_plan
     from fxpipe.planner.plan import what_if as ask
-    from fxpipe.planner.plan_text import cost_lines, what_if_rows
+    from fxpipe.planner.plan_text import cost_lines, plan_text, what_if_rows
     from fxpipe.planner.search.profile import profile
     from fxpipe.text import aligned
 
@@ -215,16 +174,15 @@ def plan(
         sizes = [1, 2, 4]
     if batch_size is None:
         batch_size = _usual_batch(module, args[0].shape[1]) if is_known else 32
-    chosen = {
-        name: _choice(f"--{name.replace('_', '-')}", text, auto if on_meta else usual[:1])
-        for name, text, usual in (
-            ("tensor_parallel", tensor_parallel, (1,)),
-            ("context_parallel", context_parallel, (1,)),
-            ("expert_parallel", expert_parallel, (1,)),
-            ("sharding", sharding, (0,)),
-        )
-        for auto in (_auto(name, module, ranks, args),)
+    asked = {
+        "tensor_parallel": tensor_parallel,
+        "context_parallel": context_parallel,
+        "expert_parallel": expert_parallel,
+        "sharding": sharding,
     }
+    tried = _tried(module, ranks, args) if on_meta else {}
+    chosen: dict[str, Any] = {"checkpointing": [part.strip() for part in checkpointing.split(",")]}
+    chosen |= {name: _choice(name, text, tried.get(name)) for name, text in asked.items()}
     measured = None
     if profiled:
         with _bar("measuring") as tell:
@@ -242,17 +200,13 @@ def plan(
             microbatch_sizes=sizes,
             data_parallel=data_parallel,
             stages_per_rank=per_rank,
-            checkpointing=_words(checkpointing),  # type: ignore[arg-type]
             optimizer=optimizer,
             kernels=kernels,  # type: ignore[arg-type]
             float8=float8,
-            tensor_parallel=chosen["tensor_parallel"],
-            context_parallel=chosen["context_parallel"],
-            expert_parallel=chosen["expert_parallel"],
-            sharding=chosen["sharding"],
             profile=measured,
             improve=improve,
             progress=tell,
+            **chosen,
         )
     written = [] if save is None else [found.save(writable(save))]
     if report is not None:
@@ -260,7 +214,7 @@ def plan(
     if as_json:
         print_json(_json(found, model, top, written))
         return
-    _show(found, top)
+    typer.echo(plan_text(found, others=top))
     if wanted is not None:
         typer.echo("\n" + "\n".join(cost_lines(found, wanted, price)))
     if what_if:
@@ -270,39 +224,30 @@ def plan(
 
 
 def memory_bytes(text: str) -> float:
-    """Bytes from a text such as 40GB, 512MiB or 1e9.
-
-    Raises:
-        InputError: it is not a size.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    value = 0.0
-    if match is not None:
-        power = " kmgt".index(match[2].lower() or " ")
-        try:
-            value = float(match[1]) * (1024 if match[3] else 1000) ** power
-        except ValueError:
-            value = 0.0
-    if value <= 0:
-        raise InputError(f"--memory is a size such as 40GB, 512MiB or 1e9; got {text!r}")
-    return value
+    """Bytes from a text such as 40GB, 512MiB or 1e9."""
+    base = 1024 if text.strip().lower().removesuffix("b").endswith("i") else 1000
+    return _amount(text, r"([kMGT]?)i?B?", " kmgt", base, "--memory", "40GB, 512MiB or 1e9")
 
 
 def token_count(text: str) -> float:
-    """A number of tokens from a text such as 15T, 300B or 1e12.
+    """A number of tokens from a text such as 15T, 300B or 1e12."""
+    return _amount(text, r"([kMBT]?)", " kmbt", 1000, "--tokens", "15T, 300B or 1e12")
+
+
+def _amount(
+    text: str, unit: str, powers: str, base: int, option: str, examples_of_it: str
+) -> float:
+    """A number with a unit.
 
     Raises:
-        InputError: it is not a number.
+        InputError: it is none, or not above 0.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kMBT]?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(rf"\s*(\d+\.?\d*(?:e\d+)?)\s*{unit}\s*", text, re.IGNORECASE)
     value = 0.0
     if match is not None:
-        try:
-            value = float(match[1]) * 1000.0 ** " kmbt".index(match[2].lower() or " ")
-        except ValueError:
-            value = 0.0
+        value = float(match[1]) * float(base) ** powers.index(match[2].lower() or " ")
     if value <= 0:
-        raise InputError(f"--tokens is a number such as 15T, 300B or 1e12; got {text!r}")
+        raise InputError(f"{option} is an amount such as {examples_of_it}; got {text!r}")
     return value
 
 
@@ -312,7 +257,7 @@ def _usual_batch(module: nn.Module, length: int) -> int:
     return max((16 if large else 4) * 2**20 // length, 1)
 
 
-def _auto(name: str, module: nn.Module, ranks: int, args: Sequence[Any]) -> tuple[int, ...]:
+def _tried(module: nn.Module, ranks: int, args: Sequence[Any]) -> dict[str, tuple[int, ...]]:
     """Sizes to try for a model without weights."""
     length = args[0].shape[1] if args and args[0].dim() > 1 else 0
     has_experts = any(".experts." in f".{key}" for key, _ in module.named_parameters())
@@ -320,37 +265,16 @@ def _auto(name: str, module: nn.Module, ranks: int, args: Sequence[Any]) -> tupl
         "tensor_parallel": (1, 2, 4, 8),
         "context_parallel": (1, 2, 4, 8) if length > 16384 else (1,),
         "expert_parallel": (8, 16, 32, 64) if has_experts else (1,),
-        "sharding": (1, 3),
-    }[name]
-    if name == "sharding":
-        return tries
-    return tuple(n for n in tries if ranks % n == 0) or (1,)
+    }
+    fitting = {name: tuple(n for n in found if ranks % n == 0) for name, found in tries.items()}
+    return {name: found or (1,) for name, found in fitting.items()} | {"sharding": (1, 3)}
 
 
-def _choice(option: str, text: str, auto: Sequence[int]) -> tuple[int, ...]:
+def _choice(name: str, text: str, auto: tuple[int, ...] | None) -> tuple[int, ...]:
+    least = 0 if name == "sharding" else 1
     if text.strip().lower() == "auto":
-        return tuple(auto)
-    if option == "--sharding":
-        return tuple(n - 1 for n in _numbers(option, ",".join(_one_more(text))))
-    return tuple(_numbers(option, text))
-
-
-def _one_more(text: str) -> list[str]:
-    return [str(int(part) + 1) if part.strip().isdigit() else part for part in text.split(",")]
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise InputError(f"{option} is a number from 1 up, or several with commas; got {text!r}")
-    return found
-
-
-def _words(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
+        return auto or (least,)
+    return tuple(numbers(f"--{name.replace('_', '-')}", text, least=least))
 
 
 @contextmanager
@@ -358,28 +282,6 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with bar(err()) as shown:
         task = shown.add_task(what, total=None)
         yield lambda done, total: shown.update(task, completed=done, total=total)
-
-
-def _show(found: Plan, top: int) -> None:
-    from fxpipe.planner.plan_text import plan_text
-    from fxpipe.text import bytes_text, seconds_text
-
-    typer.echo(plan_text(found, others=0))
-    rows = [
-        (
-            row["rank"],
-            str(option.candidate),
-            seconds_text(row["step_time"]),
-            f"{row['throughput']:.4g}",
-            f"{row['bubble']:.1%}",
-            bytes_text(row["peak_memory"]),
-            row["why"],
-        )
-        for row, option in zip(found.rows()[:top], found.options, strict=False)
-    ]
-    columns = ("#", "option", "step#", "rows/s#", "idle#", "peak memory#", "why")
-    typer.echo("")
-    out().print(make_table(f"{len(found.options)} options simulated", columns, rows))
 
 
 def _json(found: Plan, model: str, top: int, written: list[Path]) -> dict[str, Any]:

@@ -21,14 +21,9 @@ __all__ = ["app", "size_text"]
 app = typer.Typer(no_args_is_help=True, help="List, show, check and convert schedules.")
 
 Format = Literal["csv", "json", "txt"]
+_NAME = "A schedule such as 1F1B, or a file (.csv, .json, .txt)."
 _Name = Annotated[
-    str,
-    typer.Argument(
-        metavar="SCHEDULE",
-        help="A schedule such as 1F1B, or a file (.csv, .json, .txt).",
-        show_default=False,
-        autocompletion=complete_schedule,
-    ),
+    str, typer.Argument(metavar="SCHEDULE", help=_NAME, autocompletion=complete_schedule)
 ]
 _Lower = Annotated[bool, typer.Option("--lower", help="Add the transfers between ranks.")]
 
@@ -61,14 +56,14 @@ def show(
     microbatches: Microbatches = None,
     lowered: _Lower = False,
     form: Annotated[
-        Format | None,
-        typer.Option("--format", help="Print the program alone, so.", show_default=False),
+        Format | None, typer.Option("--format", help="Print the program alone, so.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the program of a schedule: which rank does what, in which order."""
     from fxpipe.cli.named.programs import find_program
     from fxpipe.program import lower, validate
+    from fxpipe.program.generators import SCHEDULES
 
     program = find_program(name, ranks=ranks, stages=stages, microbatches=microbatches)
     validate(program)
@@ -76,7 +71,7 @@ def show(
     if as_json or form is not None:
         text_to_write(_written(shown, form or "json"), None)
         return
-    known = _info_of(program)
+    known = SCHEDULES.get(program.name or "")
     typer.echo(f"{typer.style(program.name or name, bold=True)}: {size_text(program)}")
     if known is not None:
         typer.echo(f"{known.description} {known.when_to_use}")
@@ -107,7 +102,10 @@ def check(
             {
                 "file": file,
                 "is_valid": not faults,
-                **_sizes_json(program),
+                "num_ranks": program.num_ranks,
+                "num_stages": program.num_stages,
+                "num_microbatches": program.num_microbatches,
+                "has_transfers": program.is_lowered,
                 "faults": [
                     {
                         "kind": fault.kind.value,
@@ -141,8 +139,7 @@ def convert(
         bool, typer.Option("--idle", help="CSV: a column for each step, empty where a rank waits.")
     ] = False,
     form: Annotated[
-        Format | None,
-        typer.Option("--format", help="What to write, if TO does not say.", show_default=False),
+        Format | None, typer.Option("--format", help="What to write, if TO does not say.")
     ] = None,
 ) -> None:
     """Convert a program from one format to another; it is checked on the way."""
@@ -199,26 +196,11 @@ def _figures(program: Program) -> str:
     )
 
 
-def _info_of(program: Program) -> ScheduleInfo | None:
-    from fxpipe.program.generators import SCHEDULES, get_schedule
-
-    return get_schedule(program.name) if program.name in SCHEDULES else None
-
-
 def _per_rank(info: ScheduleInfo) -> str:
     least, most = info.stages_per_rank
     if least == most:
         return str(least)
     return f"{least} or more" if most is None else f"{least} to {most}"
-
-
-def _sizes_json(program: Program) -> dict[str, Any]:
-    return {
-        "num_ranks": program.num_ranks,
-        "num_stages": program.num_stages,
-        "num_microbatches": program.num_microbatches,
-        "has_transfers": program.is_lowered,
-    }
 
 
 def _info_json(info: ScheduleInfo) -> dict[str, Any]:

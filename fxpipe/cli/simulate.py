@@ -20,40 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["simulate", "simulate_examples"]
 
 
+_NAMES = "Schedules such as 1F1B, or files (.csv, .json, .txt)."
+_FORWARD = "Time of a forward on one rank; or one time per stage, 1,1,1,2."
+_PICTURE = "Draw the timeline: .svg, .png, .txt, or .json for Perfetto."
+
 _Names = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[SCHEDULE]...",
-        help="Schedules such as 1F1B, or files (.csv, .json, .txt).",
-        show_default=False,
-        autocompletion=complete_schedule,
-    ),
+    typer.Argument(metavar="[SCHEDULE]...", help=_NAMES, autocompletion=complete_schedule),
 ]
 _All = Annotated[
     bool, typer.Option("--all", help="All schedules that the sizes allow, quickest first.")
 ]
-_Forward = Annotated[
-    str, typer.Option(help="Time of a forward on one rank; or one time per stage, 1,1,1,2.")
-]
+_Forward = Annotated[str, typer.Option(help=_FORWARD)]
 _Input = Annotated[str, typer.Option("--input", help="Time of an input gradient, likewise.")]
 _Weight = Annotated[str, typer.Option("--weight", help="Time of a weight gradient, likewise.")]
 _Transfer = Annotated[float, typer.Option(min=0.0, help="Time of a transfer between two ranks.")]
 _Overlap = Annotated[
     bool, typer.Option("--overlap/--no-overlap", help="Ranks compute while they transfer.")
 ]
-_Memory = Annotated[
-    float | None,
-    typer.Option(min=0.0, help="With --all: the memory of a rank.", show_default=False),
-]
-_Picture = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        "-o",
-        help="Draw the timeline: .svg, .png, .txt, or .json for Perfetto.",
-        show_default=False,
-    ),
-]
+_Memory = Annotated[float | None, typer.Option(min=0.0, help="With --all: the memory of a rank.")]
+_Picture = Annotated[Path | None, typer.Option("--out", "-o", help=_PICTURE)]
 
 
 def simulate(
@@ -181,39 +167,29 @@ def _costs(
 ) -> StageCosts:
     from fxpipe.program import Link, StageCost, StageCosts
 
-    numbers = {name: _numbers(name, text) for name, text in times.items()}
-    for name, found in numbers.items():
-        if len(found) not in (1, placement.num_stages):
-            raise InputError(
-                f"--{name} has {len(found)} times for {placement.num_stages} stages; "
-                "give one time, or one for each stage"
-            )
     share = placement.num_ranks / placement.num_stages
-    stages = []
-    for stage in range(placement.num_stages):
-        cost = {
-            name: found[stage] if len(found) > 1 else found[0] * share
-            for name, found in numbers.items()
-        }
-        stages.append(
-            StageCost(
-                forward=cost["forward"],
-                backward_input=cost["input"],
-                backward_weight=cost["weight"],
-                residual=share,
-            )
-        )
+    columns = [_times(name, text, placement.num_stages, share) for name, text in times.items()]
+    stages = [
+        StageCost(forward=f, backward_input=i, backward_weight=w, residual=share)
+        for f, i, w in zip(*columns, strict=True)
+    ]
     return StageCosts(tuple(stages), link=Link(latency=transfer), overlaps_transfers=overlap)
 
 
-def _numbers(name: str, text: str) -> list[float]:
+def _times(name: str, text: str, num_stages: int, share: float) -> list[float]:
+    """A time for each stage; one that is given is a rank's, which its stages share."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--{name} is a number, or numbers with commas; got {text!r}") from None
     if any(not 0 <= value < math.inf for value in found):
         raise InputError(f"--{name} needs numbers from 0 up, got {text!r}")
-    return found
+    if len(found) not in (1, num_stages):
+        raise InputError(
+            f"--{name} has {len(found)} times for {num_stages} stages; "
+            "give one time, or one for each stage"
+        )
+    return found if len(found) > 1 else [found[0] * share] * num_stages
 
 
 def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:

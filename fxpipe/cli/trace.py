@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from fxpipe.cli.options import (
-    AsJson,
-    Batch,
-    Dtype,
-    InputsName,
-    Meta,
-    ModelName,
-    Seq,
-    Split,
-    Stages,
-    split_names,
-)
+from fxpipe.cli.options import AsJson, ModelOptions, takes_model
 from fxpipe.cli.output import examples, out, print_json, working, writable
-
-if TYPE_CHECKING:
-    from fxpipe.cli.named.pipes import Traced
 
 __all__ = ["draw", "draw_examples", "trace", "trace_examples"]
 
@@ -40,15 +26,9 @@ draw_examples = examples(
 )
 
 
+@takes_model
 def trace(
-    model: ModelName,
-    stages: Stages = None,
-    split: Split = None,
-    batch: Batch = 2,
-    seq: Seq = None,
-    inputs: InputsName = None,
-    dtype: Dtype = "float32",
-    meta: Meta = None,
+    model: ModelOptions,
     code: Annotated[bool, typer.Option("--code", help="Print the code of each stage.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -58,7 +38,7 @@ def trace(
     """
     from fxpipe.cli.named.pipes import pipe_json, stage_table
 
-    traced = _traced(model, stages, split, batch, seq, inputs, dtype, meta)
+    traced = model.trace()
     if as_json:
         data = pipe_json(traced)
         if code:
@@ -68,7 +48,7 @@ def trace(
         return
     console = out()
     console.print(stage_table(traced))
-    if traced.pipe.num_stages == 1 and stages is None and not split:
+    if traced.pipe.num_stages == 1 and model.stages is None and not model.split:
         typer.echo("one stage: the model calls no pipe_split(); ask for more with --stages N")
     if code:
         for stage in traced.pipe.stages:
@@ -76,68 +56,22 @@ def trace(
             typer.echo(stage.module.code.strip())
 
 
-def draw(
-    model: ModelName,
-    picture: Annotated[
-        Path,
-        typer.Option(
-            "--out", "-o", help="The picture: .svg, .png, .pdf, .dot, .mmd or .md (Mermaid)."
-        ),
-    ] = Path("pipe.svg"),
-    stages: Stages = None,
-    split: Split = None,
-    depth: Annotated[
-        Depth | None,
-        typer.Option(
-            help="How far to look into the stages; by default blocks, or stages if there are many.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Batch = 2,
-    seq: Seq = None,
-    inputs: InputsName = None,
-    dtype: Dtype = "float32",
-    meta: Meta = None,
-    as_json: AsJson = False,
-) -> None:
+_Picture = Annotated[
+    Path, typer.Option("--out", "-o", help="The picture: .svg, .png, .pdf, .dot, .mmd or .md.")
+]
+_Depth = Annotated[
+    Depth | None,
+    typer.Option(help="How far to look into the stages; blocks unless there are many."),
+]
+
+
+@takes_model
+def draw(model: ModelOptions, picture: _Picture = Path("pipe.svg"), depth: _Depth = None) -> None:
     """Draw a model's stages, the modules in them, and what travels between them."""
     from fxpipe.viz.graph import draw_pipe
 
     writable(picture)
-    traced = _traced(model, stages, split, batch, seq, inputs, dtype, meta)
+    traced = model.trace()
     with working(f"drawing {picture}"):
-        path = draw_pipe(
-            traced.pipe,
-            picture,
-            depth=depth,
-            title=traced.title,
-            sizes=traced.sizes,
-            flops=traced.flops,
-        )
-    if as_json:
-        print_json({"picture": str(path), "num_stages": traced.pipe.num_stages})
-        return
+        path = draw_pipe(traced.pipe, picture, depth=depth, title=traced.title, **traced.figures)
     typer.echo(f"wrote {path}")
-
-
-def _traced(
-    model: str,
-    stages: int | None,
-    split: list[str] | None,
-    batch: int,
-    seq: int | None,
-    inputs: str | None,
-    dtype: str,
-    meta: bool | None,
-) -> Traced:
-    with working(f"splitting {model}"):
-        from fxpipe.cli.named.models import ModelRequest, resolve
-        from fxpipe.cli.named.pipes import trace_model
-
-        return trace_model(
-            resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=dtype)),
-            batch=batch,
-            num_stages=stages,
-            split=split_names(split),
-            meta=meta,
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,16 +12,13 @@ import typer
 
 from fxpipe.cli.options import (
     AsJson,
-    Dtype,
-    InputsName,
+    Batch,
     Microbatches,
-    ModelName,
+    RunnableModel,
     Seed,
-    Seq,
-    Split,
-    Stages,
     complete_schedule,
     split_names,
+    takes_model,
 )
 from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
 from fxpipe.cli.ranks.launch import is_rank, run_again
@@ -28,7 +26,6 @@ from fxpipe.text import seconds_text
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from fxpipe.cli.ranks.training import StepReport, Trainer
 
@@ -40,62 +37,49 @@ train_examples = examples(
     "torchrun --nproc-per-node 2 -m fxpipe train gpt --data mine.py:batches",
 )
 
+_SCHEDULE = "A schedule, or a program in a file (.csv, .json)."
+_DATA = (
+    "Batches: file.py:name, an iterable of (inputs, target), or a function of the "
+    "batch size that returns one; the same on every rank. Made-up data otherwise."
+)
 
-_Schedule = Annotated[
-    str,
-    typer.Option(
-        help="A schedule, or a program in a file (.csv, .json).", autocompletion=complete_schedule
-    ),
-]
+_Schedule = Annotated[str, typer.Option(help=_SCHEDULE, autocompletion=complete_schedule)]
 _Processes = Annotated[
     int, typer.Option("--nproc", "-n", min=1, help="Processes to start; torchrun says it itself.")
 ]
 _Local = Annotated[
     bool, typer.Option("--local", help="All ranks in this process, to look for errors.")
 ]
-_Batch = Annotated[int, typer.Option("--batch", "-b", min=1, help="Rows of a batch.")]
 _Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
 _Rate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")]
 _Optimizer = Annotated[str, typer.Option(help="An optimizer of torch.optim.")]
 _Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-_Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Batches: file.py:name, an iterable of (inputs, target), or a function of the "
-        "batch size that returns one; the same on every rank. Made-up data otherwise.",
-        show_default=False,
-    ),
-]
-_Loss = Annotated[
-    str | None,
-    typer.Option(help="The loss: file.py:name, called with output and target.", show_default=False),
-]
+_Data = Annotated[str | None, typer.Option(help=_DATA)]
+_Loss = Annotated[str | None, typer.Option(help="The loss: file.py:name, of output and target.")]
 _Target = Annotated[
-    str | None,
-    typer.Option(help="A function that makes example targets, file.py:name.", show_default=False),
+    str | None, typer.Option(help="A function that makes example targets, file.py:name.")
 ]
 _Compare = Annotated[
     bool, typer.Option("--compare", help="Train the plain model beside it and compare.")
 ]
 _Timeline = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw the last step as it was measured: .svg, .png, .txt or .json.",
-        show_default=False,
-    ),
+    Path | None, typer.Option(help="Draw the last step as measured: .svg, .png, .txt or .json.")
 ]
 
 
+@dataclass(frozen=True)
+class _Trained(RunnableModel):
+    batch: Batch = 16
+
+
+@takes_model
 def train(
+    model: _Trained,
     context: typer.Context,
-    model: ModelName,
     schedule: _Schedule = "1F1B",
     nproc: _Processes = 2,
     local: _Local = False,
-    stages: Stages = None,
-    split: Split = None,
     microbatches: Microbatches = None,
-    batch: _Batch = 16,
     steps: _Steps = 20,
     learning_rate: _Rate = 1e-3,
     optimizer: _Optimizer = "AdamW",
@@ -103,9 +87,6 @@ def train(
     data: _Data = None,
     loss: _Loss = None,
     target: _Target = None,
-    inputs: InputsName = None,
-    seq: Seq = None,
-    dtype: Dtype = "float32",
     seed: Seed = 0,
     compare: _Compare = False,
     timeline: _Timeline = None,
@@ -119,21 +100,18 @@ def train(
     if not local and not is_rank():
         run_again(context, nproc)
         return
-    from fxpipe.cli.named.models import ModelRequest
     from fxpipe.cli.ranks.training import Trainer, TrainSettings
 
     trainer = Trainer(
         TrainSettings(
-            ModelRequest(
-                model, seq=seq, inputs=inputs, target=target, loss=loss, dtype=dtype, seed=seed
-            ),
+            model.request(target=target, loss=loss, seed=seed),
             schedule=schedule,
             num_ranks=nproc if local else int(os.environ["WORLD_SIZE"]),
-            num_stages=stages,
+            num_stages=model.stages,
             num_microbatches=microbatches,
-            batch=batch,
+            batch=model.batch,
             steps=steps,
-            split=split_names(split),
+            split=split_names(model.split),
             learning_rate=learning_rate,
             optimizer=optimizer,
             device=device,
@@ -149,8 +127,8 @@ def train(
     if picture is not None:
         from fxpipe.viz import draw_timeline
 
-        title = f"{model}, {schedule}, measured"
-        draw_timeline(trainer.schedule.timeline, picture, title=title, time_unit="s")
+        title = f"{model.model}, {schedule}, measured"
+        draw_timeline(trainer.pipe.schedule.timeline, picture, title=title, time_unit="s")
     if as_json:
         print_json(_json(trainer, reports, picture))
         return
@@ -160,7 +138,7 @@ def train(
 
 
 def train_with_bar(trainer: Trainer, *, every: int, quiet: bool = False) -> list[StepReport]:
-    """Train; the rank that knows the loss shows a bar and prints each `every`th step."""
+    """Train; the first rank shows a bar and prints each `every`th step."""
     console: Console = err() if quiet else out()
     if trainer.is_reporter and not quiet:
         from fxpipe.cli.named.pipes import stage_table
@@ -185,9 +163,23 @@ def show_result(trainer: Trainer, reports: list[StepReport]) -> None:
     """Print the last step as it was measured, and a table of figures."""
     from fxpipe.viz import TimelineView
 
-    view = TimelineView(trainer.schedule.timeline, title="the last step, measured", time_unit="s")
-    out().print(view)
-    out().print(_summary(trainer, reports))
+    timeline = trainer.pipe.schedule.timeline
+    out().print(TimelineView(timeline, title="the last step, measured", time_unit="s"))
+    seconds, program = _seconds(reports), trainer.program
+    rows = [
+        ("schedule", f"{program.name or trainer.settings.schedule}: {program.num_ranks} ranks, "
+         f"{program.num_stages} stages, {program.num_microbatches} microbatches"),
+        ("first loss", f"{reports[0].loss:.6f}"),
+        ("last loss", f"{reports[-1].loss:.6f}"),
+        ("step", f"{seconds_text(seconds)}, {trainer.settings.batch / seconds:.1f} rows/s"),
+    ]  # fmt: skip
+    if trainer.plain is not None:
+        worst = max(abs(r.loss - (r.plain_loss or 0.0)) for r in reports)
+        rows += [
+            ("largest loss difference", f"{worst:.1e}"),
+            ("largest gradient difference", f"{gradient_difference(reports):.1e}"),
+        ]
+    out().print(make_table("", ("result", ""), rows))
 
 
 def _loss_text(report: StepReport) -> str:
@@ -216,28 +208,6 @@ def _warn_of_dropout(trainer: Trainer) -> None:
 def _seconds(reports: list[StepReport]) -> float:
     """The median time of a step; the first one also prepares the others."""
     return statistics.median(report.seconds for report in reports[1:] or reports)
-
-
-def _summary(trainer: Trainer, reports: list[StepReport]) -> Table:
-    seconds = _seconds(reports)
-    program = trainer.program
-    rows = [
-        ("schedule", f"{program.name or trainer.settings.schedule}: {program.num_ranks} ranks, "
-         f"{program.num_stages} stages, {program.num_microbatches} microbatches"),
-        ("first loss", f"{reports[0].loss:.6f}"),
-        ("last loss", f"{reports[-1].loss:.6f}"),
-        ("step", f"{seconds_text(seconds)}, {trainer.settings.batch / seconds:.1f} rows/s"),
-    ]  # fmt: skip
-    if trainer.plain is not None:
-        rows += [
-            ("largest loss difference", f"{_loss_difference(reports):.1e}"),
-            ("largest gradient difference", f"{gradient_difference(reports):.1e}"),
-        ]
-    return make_table("", ("result", ""), rows)
-
-
-def _loss_difference(reports: list[StepReport]) -> float:
-    return max(abs((r.loss or 0.0) - (r.plain_loss or 0.0)) for r in reports)
 
 
 def gradient_difference(reports: list[StepReport]) -> float:

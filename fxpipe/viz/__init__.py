@@ -7,12 +7,12 @@ from fxpipe.viz.timeline import draw_program, draw_timeline, stretch, timeline_s
 from fxpipe.viz.timeline_picture.terminal import TimelineView, timeline_text
 
 if TYPE_CHECKING:
-    from fxpipe.viz.graph import draw_pipe, pipe_dot, pipe_svg
+    from fxpipe.viz.graph import draw_pipe, pipe_svg
     from fxpipe.viz.report import Candidate, report_html, write_report
 else:
     # What draws pipes needs torch; timelines do without it.
     _HOMES = {
-        "graph": "draw_pipe pipe_dot pipe_svg",
+        "graph": "draw_pipe pipe_svg",
         "report": "Candidate report_html write_report",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -29,7 +29,6 @@ __all__ = [
     "draw_pipe",
     "draw_program",
     "draw_timeline",
-    "pipe_dot",
     "pipe_svg",
     "report_html",
     "stretch",

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -23,7 +23,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Costs, Edge, Edges, Kind, Program, Timeline
 from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import LOOKS, Theme, shades, tone
+from fxpipe.viz.drawing.palette import DARK, LIGHT, LOOKS, Theme, shades, tone
 from fxpipe.viz.graph import pipe_svg
 from fxpipe.viz.report_tables import comparison_table, stage_table
 from fxpipe.viz.timeline_picture.dependencies import find_dependencies
@@ -116,6 +116,8 @@ def report_html(
     times = _times(pipe, costs)
     parts = {
         "title": escape(title),
+        "colours": f":root {{ {_variables(LIGHT)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}",
         "style": _page_file("style.css"),
         "notes": "".join(f'<p class="notes">{escape(note)}</p>' for note in notes),
         "comparison": comparison_table(found, time, memory),
@@ -126,6 +128,11 @@ def report_html(
         "script": "".join(_page_file(name) for name in _SCRIPTS),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _page_file("page.html"))
+
+
+def _variables(theme: Theme) -> str:
+    """The colours as the page's own code asks for them."""
+    return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())
 
 
 def _page_file(name: str) -> str:
@@ -147,10 +154,7 @@ def _graph(
 ) -> str:
     if pipe is None:
         return ""
-    paper = Theme()
-    names = [field.name for field in fields(Theme)]
-    theme = Theme(**{name: f"var(--{name}, {getattr(paper, name)})" for name in names})
-    svg = pipe_svg(pipe, flops=flops, times=times, sizes=sizes, theme=theme)
+    svg = pipe_svg(pipe, flops=flops, times=times, sizes=sizes)
     svg = svg.replace(' style="max-width:100%;height:auto"', "", 1)
     return (
         '<section aria-labelledby="graph-title"><h2 id="graph-title">Stage graph</h2>'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
@@ -40,11 +41,6 @@ def draw_timeline(
     measured: Timeline | None = None,
     time_unit: str = "",
     memory_unit: str = "",
-    memory: bool = True,
-    transfers: bool = True,
-    critical_path: bool = False,
-    width: float | None = None,
-    scale: float = 2.0,
     edges: Edges | None = None,
 ) -> Path:
     """Write a picture of the timeline and return its path.
@@ -57,11 +53,6 @@ def draw_timeline(
             the same unit of time; see `stretch` for one in another unit.
         time_unit: "s", "ms" or "us" to show times so, any other word to append it.
         memory_unit: "bytes" to show kB, MB, GB; any other word to append it.
-        memory: draw the curve of each rank's memory.
-        transfers: draw what runs beside compute, if the timeline has any.
-        critical_path: mark the chain of actions that the makespan hangs on.
-        width: of the picture; for text the number of characters.
-        scale: pixels of a PNG for each unit of width.
         edges: between stages, for the arrows in trace events; a chain if not given.
 
     Raises:
@@ -75,31 +66,25 @@ def draw_timeline(
             f"cannot draw a timeline as {path.name!r}: the name must end with one of "
             f"{', '.join(_FORMATS)}"
         )
-    check_same_ranks(timeline, measured)
+    if measured is not None and measured.num_ranks != timeline.num_ranks:
+        raise FxpipeError(
+            f"the measured timeline has {measured.num_ranks} ranks, the simulated one "
+            f"{timeline.num_ranks}; draw timelines of the same program"
+        )
+    if ending in PICTURES:
+        options = Options(title, Unit(time_unit), Unit(memory_unit))
+        write_scene(lay_out_timeline(timeline, options, measured=measured), path)
+        return path
     if ending == ".json":
         text = write_trace_events(
             timeline, title=title, time_unit=time_unit, edges=edges, measured=measured
         )
-        path.write_text(text, encoding="utf-8")
-        return path
-    if ending == ".txt":
-        units = {"time_unit": time_unit, "memory_unit": memory_unit}
-        columns = None if width is None else int(width)
-        text = timeline_text(timeline, title=title, width=columns, **units)
+    else:
+        draw = partial(timeline_text, time_unit=time_unit, memory_unit=memory_unit)
+        text = draw(timeline, title=title)
         if measured is not None:
-            text += "\n" + timeline_text(measured, title="measured", width=columns, **units)
-        path.write_text(text, encoding="utf-8")
-        return path
-    options = Options(
-        title=title,
-        time=Unit(time_unit),
-        memory=Unit(memory_unit),
-        width=width,
-        show_memory=memory,
-        show_transfers=transfers,
-        critical_path=critical_path,
-    )
-    write_scene(lay_out_timeline(timeline, options, measured=measured), path, scale=scale)
+            text += "\n" + draw(measured, title="measured")
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -110,15 +95,10 @@ def draw_program(
     costs: Costs | None = None,
     edges: Edges | None = None,
     title: str = "",
-    critical_path: bool = False,
-    width: float | None = None,
 ) -> Path:
     """Simulate a program and draw its timeline; see `simulate` and `draw_timeline`."""
-    title = title or program_title(program)
     timeline = simulate(program, costs, edges)
-    return draw_timeline(
-        timeline, path, title=title, critical_path=critical_path, width=width, edges=edges
-    )
+    return draw_timeline(timeline, path, title=title or program_title(program), edges=edges)
 
 
 def timeline_svg(
@@ -165,11 +145,3 @@ def program_title(program: Program) -> str:
         f"{program.name or 'program'}, {program.num_ranks} ranks{stages}, "
         f"{program.num_microbatches} microbatches"
     )
-
-
-def check_same_ranks(timeline: Timeline, measured: Timeline | None) -> None:
-    if measured is not None and measured.num_ranks != timeline.num_ranks:
-        raise FxpipeError(
-            f"the measured timeline has {measured.num_ranks} ranks, the simulated one "
-            f"{timeline.num_ranks}; draw timelines of the same program"
-        )

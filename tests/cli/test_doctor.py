@@ -13,20 +13,18 @@ def test_versions_devices_backends_and_two_processes(monkeypatch: pytest.MonkeyP
     found = {check["name"]: check for check in fxpipe_json("doctor")}
 
     assert {name for name, check in found.items() if check["state"] == "failed"} == set()
-    assert {"python", "torch", "fxpipe", "typer", "cpu", "accelerator", "gloo", "nccl", "dot"} <= (
-        set(found)
+    assert {"python", "torch", "fxpipe", "typer", "cpu", "accelerator", "gloo", "nccl"} <= set(
+        found
     )
     assert found["two processes"]["found"].startswith("gradients of the plain model over gloo")
 
 
 def test_what_is_missing_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_EXTRAS", {"fxpipe-no-such-package": "a test"})
-    monkeypatch.setattr("shutil.which", lambda name: None)
 
     text = fxpipe("doctor", "--no-run")
 
     assert "not installed; needed for a test" in text
-    assert "not found; needed for pictures of single nodes only" in text
     assert "two processes" not in text
 
 

@@ -60,7 +60,7 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "message"),
     [
         (("--memory", "100kB"), "nothing fits 2 ranks with 100 kB each"),
-        (("--memory", "much"), "--memory is a size such as 40GB, 512MiB or 1e9; got 'much'"),
+        (("--memory", "much"), "--memory is an amount such as 40GB, 512MiB or 1e9; got 'much'"),
         (("--hardware", "H1000"), "there is no hardware preset 'H1000'; did you mean H100"),
         (("--hardware", "none.toml"), "cannot read the hardware description 'none.toml'"),
         (("--schedule", "1F2B"), "there is no schedule '1F2B'; did you mean"),
@@ -69,7 +69,7 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "checkpointing is ['some']; known: none, selective, alternate, 1/4",
         ),
         (("--stages-per-rank", "x"), "--stages-per-rank is a number from 1 up"),
-        (("--tokens", "many"), "--tokens is a number such as 15T, 300B or 1e12; got 'many'"),
+        (("--tokens", "many"), "--tokens is an amount such as 15T, 300B or 1e12; got 'many'"),
         (("--kernels", "best"), "unknown kernels 'best'; known: eager"),
         (("--optimizer", "lion"), "unknown optimizer 'lion'"),
         (("--data-parallel", "3"), "data_parallel must divide the 2 ranks"),

@@ -4,22 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.run import fails, fxpipe, fxpipe_json
+from tests.cli.run import fails, fxpipe
 
 
 def test_a_model_with_all_schedules_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.html"
 
-    found = fxpipe_json(
+    fxpipe(
         "report", "gpt", "-p", "2", "--split", "blocks.1,blocks.2,blocks.3",
         "-m", "2,4", "--out", str(path),
     )  # fmt: skip
 
-    assert found["report"] == str(path)
-    assert "ZBVZeroBubble, 4 microbatches" in found["schedules"]
-    assert "VMin, 2 microbatches" in found["schedules"]
-    assert not any(name.startswith("1F1B") for name in found["schedules"])
     text = path.read_text()
+    assert "ZBVZeroBubble, 4 microbatches" in text
+    assert "VMin, 2 microbatches" in text
+    assert ">1F1B, " not in text
     assert "gpt, 4 stages on 2 ranks" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
 
@@ -40,7 +39,7 @@ def test_schedules_alone_and_a_program_from_a_file(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--split", "blocks.1"), "--split, --inputs and --seq are for a model; name one"),
-        (("-m", "4,x"), "--microbatches is a number from 1 up, or several with commas: '4,x'"),
+        (("-m", "4,x"), "--microbatches is a number from 1 up, or several with commas; got '4,x'"),
         (("-m", "0"), "--microbatches is a number from 1 up"),
         (("-p", "2", "-s", "3"), "the number of stages must be a multiple of 2"),
         (("--schedule", "zbv", "-s", "4"), "ZBVZeroBubble is not defined for these sizes"),

@@ -155,7 +155,7 @@ def test_two_processes_of_its_own(
         "--timeline", str(picture),
     )  # fmt: skip
 
-    # The rank of the last stage prints, not this process.
+    # The first rank prints, not this process.
     found = json.loads(capfd.readouterr().out)
     assert found["gradient_difference"] < 1e-5
     assert found["losses"] == pytest.approx(found["plain_losses"], abs=1e-5)

@@ -250,6 +250,8 @@ def test_dark_mode_is_dark(open_view):
     )
     assert background == "rgb(20, 24, 29)"
     assert ink == "rgb(232, 235, 238)"
-    box = page.run("getComputedStyle(document.querySelector('.graph svg g[style] rect')).fill")
+    box = page.run(
+        "getComputedStyle(document.querySelector(`.graph svg g[fill='#f6f8fa'] rect`)).fill"
+    )
     assert box == "rgb(27, 32, 39)"
     assert page.run("chart.colours.ink") == "#e8ebee"

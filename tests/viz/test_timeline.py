@@ -23,11 +23,11 @@ def test_ending_chooses_the_format(tmp_path):
 
     draw_timeline(timeline, tmp_path / "a.PNG")
     draw_timeline(timeline, tmp_path / "a.json")
-    draw_timeline(timeline, str(tmp_path / "a.txt"), width=90)
+    draw_timeline(timeline, str(tmp_path / "a.txt"))
 
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "a.json").read_text())["otherData"]["makespan"] == 33
-    assert (tmp_path / "a.txt").read_text() == timeline_text(timeline, width=90)
+    assert (tmp_path / "a.txt").read_text() == timeline_text(timeline)
 
 
 def test_unknown_ending_lists_the_known_ones(tmp_path):

@@ -1,6 +1,6 @@
 """Split the model that a command names, and describe the result.
 
-In:  a `ModelRequest` and where to cut.
+In:  a `NamedModel` and where to cut.
 Out: a `Traced`: the pipe, the example it was traced with, and the values of its sizes;
      `stage_table` for people and `pipe_json` for programs.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from fxpipe.cli.named.models import Inputs, NamedModel
 from fxpipe.cli.output import make_table
 from fxpipe.errors import InputError
@@ -20,12 +22,12 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
 from fxpipe.text import count_text, flops_text
-from fxpipe.viz.pipe_picture.outline import make_outline, tensor_bytes
+from fxpipe.viz.pipe_picture.outline import Figures, make_outline, tensor_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Traced", "pipe_json", "split_pipe", "stage_table", "trace_model"]
+__all__ = ["Traced", "pipe_json", "split_model", "split_pipe", "stage_table", "trace_model"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Traced:
         found = self.pipe.flops(self.sizes)
         return found if any(found) else None
 
+    @property
+    def figures(self) -> Figures:
+        """What pictures of it show."""
+        return {"flops": self.flops, "sizes": self.sizes}
+
 
 def trace_model(
     model: NamedModel,
@@ -60,6 +67,18 @@ def trace_model(
     """Build a model and split it."""
     example = model.inputs(batch)
     module = model.build(meta=model.is_built_on_meta_by_default if meta is None else meta)
+    return split_model(model, module, example, num_stages=num_stages, split=split)
+
+
+def split_model(
+    model: NamedModel,
+    module: nn.Module,
+    example: Inputs,
+    *,
+    num_stages: int | None,
+    split: Sequence[str],
+) -> Traced:
+    """Split a model that was built."""
     start = time.perf_counter()
     pipe = split_pipe(module, example, num_stages=num_stages, split=split)
     seconds = time.perf_counter() - start
@@ -96,7 +115,7 @@ def stage_table(traced: Traced) -> Table:
     from rich.text import Text
 
     pipe, sizes = traced.pipe, traced.sizes
-    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
+    outline = make_outline(pipe, "stages", **traced.figures)
     rows = []
     for stage, interface in zip(outline.stages, pipe.interfaces, strict=True):
         takes = [f"{name} (model input)" for name in interface.model_inputs]
@@ -131,7 +150,7 @@ def stage_table(traced: Traced) -> Table:
 def pipe_json(traced: Traced) -> dict[str, Any]:
     """The same for programs."""
     pipe, sizes = traced.pipe, traced.sizes
-    outline = make_outline(pipe, "stages", sizes=sizes, flops=traced.flops)
+    outline = make_outline(pipe, "stages", **traced.figures)
     return {
         "model": traced.model.request.name,
         "num_stages": pipe.num_stages,

@@ -1,8 +1,7 @@
 """Train a named model on the ranks of this process: what `train` and `demo` run.
 
 In:  `TrainSettings`, equal on all ranks.
-Out: a `StepReport` for each step, handed to a function on every rank; only the rank of the
-     last stage knows the loss (`Trainer.is_reporter`).
+Out: a `StepReport` for each step, handed to a function on every rank.
 
 With `compare` every rank also trains its own copy of the plain model, on the same batches
 and with the same optimizer, and compares the gradients of its stages.
@@ -19,20 +18,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.cli.named.models import Inputs, ModelRequest, as_inputs, call_with, resolve
-from fxpipe.cli.named.pipes import Traced, split_pipe
-from fxpipe.cli.named.programs import find_program, is_file_name
+from fxpipe.cli.named.pipes import split_model
+from fxpipe.cli.named.programs import find_program
 from fxpipe.cli.named.references import load_object, parse_reference
 from fxpipe.errors import InputError
 from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.microbatch import split_batch
 from fxpipe.program import Program
 from fxpipe.runtime.wire.local_group import LocalGroup
-from fxpipe.schedules import Schedule, ScheduleFromProgram, get_schedule_class
-from fxpipe.stage import PipelineStage
+from fxpipe.schedules import ScheduleFromProgram
 from fxpipe.torch_inside import pytree
+from fxpipe.training.pipeline import Pipeline
 
 __all__ = ["StepReport", "TrainSettings", "Trainer", "join_ranks"]
 
@@ -84,10 +83,10 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step gave; the losses are None on ranks without the last stage."""
+    """One step, on every rank; what was not compared is None."""
 
     step: int
-    loss: float | None
+    loss: float
     plain_loss: float | None
     gradient_difference: float | None
     seconds: float
@@ -95,8 +94,7 @@ class StepReport:
 
 def join_ranks(device: str) -> torch.device:
     """Meet the other processes; returns the device of this one."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    found = _device(device, local_rank)
+    found = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
     try:
         backend = dist.get_default_backend_for_device(found)
     except ValueError:
@@ -121,76 +119,55 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 class Trainer:
-    """The stages of this process, their optimizer, and the plain model beside them."""
+    """The pipeline of this process, its optimizer, and the plain model beside it."""
 
     def __init__(self, settings: TrainSettings, *, plain_in_parts: bool = True) -> None:
         self.settings = settings
         self.program = settings.program()
-        self._make_optimizer = _optimizer_class(settings.optimizer)
+        make = _optimizer_class(settings.optimizer)
         self._plain_in_parts = plain_in_parts
         self.model = resolve(settings.model)
-        self.loss_fn = self.model.loss_fn
-        self._batches = _batches(settings, self)
+        self._batches = _batches(settings)
         self._next = next(self._batches)
-        group, indices = self._place()
-        self.is_reporter = self.program.num_stages - 1 in indices
+        loss_fn = self.model.loss_fn
         module = self.model.build()
         self.device = torch.device("cpu") if settings.is_local else join_ranks(settings.device)
         self.plain = copy.deepcopy(module).to(self.device) if settings.compare else None
-        self.traced = self._split(module)
-        self.stages: list[PipelineStage] = [
-            self.traced.pipe.build_stage(index, self.device, group) for index in indices
-        ]
-        self.schedule = self._make_schedule()
-        self._optimizers = self._make_optimizers()
-
-    def _place(self) -> tuple[LocalGroup | None, tuple[int, ...]]:
-        program = self.program
-        if self.settings.is_local:
-            return LocalGroup(program.num_ranks), tuple(range(program.num_stages))
-        return None, program.placement.stages_of(int(os.environ["RANK"]))
-
-    def _split(self, module: nn.Module) -> Traced:
-        start = time.perf_counter()
-        (args, kwargs), _ = self._next
-        if self.settings.data is None:
-            rows = max(2, self.settings.batch // self.program.num_microbatches)
-            args, kwargs = self.model.inputs(rows)
-        else:
-            parts = split_batch(args, kwargs, self.program.num_microbatches)
-            args, kwargs = tuple(parts.args[0]), dict(parts.kwargs[0])
-        example = (args, kwargs)
-        pipe = split_pipe(
-            module, example, num_stages=self.program.num_stages, split=self.settings.split
+        self.traced = split_model(
+            self.model, module, self._example(),
+            num_stages=self.program.num_stages, split=settings.split,
+        )  # fmt: skip
+        group = LocalGroup(self.program.num_ranks) if settings.is_local else None
+        rank = None if settings.is_local else dist.get_rank()
+        self.is_reporter = not rank
+        mine = (
+            range(self.program.num_stages)
+            if rank is None
+            else self.program.placement.stages_of(rank)
         )
-        seconds = time.perf_counter() - start
-        return Traced(self.model, pipe, example, dict(pipe.bind_inputs(*example)), seconds)
-
-    def _make_schedule(self) -> Schedule:
-        if is_file_name(self.settings.schedule):
-            return ScheduleFromProgram(self.stages, self.program, loss_fn=self.loss_fn)
-        made = get_schedule_class(self.settings.schedule)
-        return made(self.stages, self.program.num_microbatches, loss_fn=self.loss_fn)
-
-    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
-        own = {id(p): p for stage in self.stages for p in stage.submod.parameters()}
-        groups = [list(own.values())]
-        if self.plain is not None:
-            groups.append(list(self.plain.parameters()))
-        make = self._make_optimizer
+        stages = [self.traced.pipe.build_stage(index, self.device, group) for index in mine]
+        self.pipe = Pipeline(ScheduleFromProgram(stages, self.program, loss_fn=loss_fn))
+        owned = [self.pipe.parameters(), list(self.plain.parameters()) if self.plain else []]
         # A stage may have no parameters, and an optimizer refuses an empty list.
-        return [make(group, lr=self.settings.learning_rate) for group in groups if group]
+        self._optimizers = [make(some, lr=settings.learning_rate) for some in owned if some]
+
+    def _example(self) -> Inputs:
+        """One microbatch: made up, or of the user's first batch."""
+        if self.settings.data is None:
+            return self.model.inputs(max(2, self.settings.batch // self.program.num_microbatches))
+        (args, kwargs), _ = self._next
+        parts = split_batch(args, kwargs, self.program.num_microbatches)
+        return tuple(parts.args[0]), dict(parts.kwargs[0])
 
     def run(self, observe: Callable[[StepReport], None]) -> list[StepReport]:
         """Train; `observe` is called after each step. The last step is recorded."""
         reports = []
         for step in range(self.settings.steps):
-            self.schedule.record_timeline(step == self.settings.steps - 1)
-            report = self._step(step)
-            reports.append(report)
-            observe(report)
-            if step + 1 < self.settings.steps:
+            if step:
                 self._next = next(self._batches)
+            self.pipe.schedule.record_timeline(step == self.settings.steps - 1)
+            reports.append(self._step(step))
+            observe(reports[-1])
         return reports
 
     def close(self) -> None:
@@ -206,7 +183,7 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         start = time.perf_counter()
-        self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
+        loss = self.pipe.step(*args, target=target, **kwargs).item()
         seconds = time.perf_counter() - start
         plain_loss = difference = None
         if self.plain is not None:
@@ -216,7 +193,6 @@ class Trainer:
         for optimizer in self._optimizers:
             optimizer.step()
         seconds += time.perf_counter() - start
-        loss = None if self.schedule.loss is None else self.schedule.loss.item()
         return StepReport(step, loss, plain_loss, difference, seconds)
 
     def _plain_step(self, inputs: Inputs, target: Any) -> float:
@@ -235,7 +211,7 @@ class Trainer:
         ):
             with collect_aux_losses() as aux:
                 output = self.plain(*args, **kwargs)
-            loss = self.loss_fn(output, part)
+            loss = self.model.loss_fn(output, part)
             if isinstance(loss, tuple):
                 raise InputError("--compare needs a loss that is one number, not (sum, weight)")
             share = weight / sum(rows)
@@ -248,9 +224,8 @@ class Trainer:
         assert self.plain is not None
         wanted = dict(self.plain.named_parameters(remove_duplicate=False))
         worst = torch.zeros((), dtype=torch.float64)
-        for stage in self.stages:
-            for name, parameter in stage.submod.named_parameters(remove_duplicate=False):
-                worst = torch.maximum(worst, _distance(parameter.grad, wanted[name].grad))
+        for name, parameter in self.pipe.named_parameters():
+            worst = torch.maximum(worst, _distance(parameter.grad, wanted[name].grad))
         if dist.is_initialized():
             worst = worst.to(self.device)
             dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -277,21 +252,27 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name.lower()]
 
 
-def _batches(settings: TrainSettings, trainer: Trainer) -> Iterator[tuple[Inputs, Any]]:
+def _batches(settings: TrainSettings) -> Iterator[tuple[Inputs, Any]]:
     """Batches without end: a few made-up ones over and over, or the user's epoch after epoch."""
-    model, name = trainer.model, settings.data
-    if name is None:
+    if settings.data is None:
+        model = resolve(settings.model)
         while True:
             for seed in range(_DISTINCT_BATCHES):
                 yield model.inputs(settings.batch, seed), model.target(settings.batch, seed)
-    found = load_object(name, what="--data")
+    found = load_object(settings.data, what="--data")
     while True:
         is_empty = True
-        for item in _epoch(found, name, settings):
+        for item in _epoch(found, settings.data, settings):
             is_empty = False
-            yield _as_batch(item, name)
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise InputError(
+                    f"--data {settings.data!r} gave a {type(item).__name__} as a batch; each must "
+                    "be a pair (inputs, target), inputs being a tensor, a tuple, a dict or "
+                    "(args, kwargs)"
+                )
+            yield as_inputs(item[0]), item[1]
         if is_empty:
-            raise InputError(f"--data {name!r} gave no batch")
+            raise InputError(f"--data {settings.data!r} gave no batch")
 
 
 def _epoch(found: Any, name: str, settings: TrainSettings) -> Iterable[Any]:
@@ -305,12 +286,3 @@ def _epoch(found: Any, name: str, settings: TrainSettings) -> Iterable[Any]:
             "(inputs, target), such as a DataLoader, or a function that returns one"
         )
     return epoch
-
-
-def _as_batch(item: Any, name: str) -> tuple[Inputs, Any]:
-    if isinstance(item, tuple | list) and len(item) == 2:
-        return as_inputs(item[0]), item[1]
-    raise InputError(
-        f"--data {name!r} gave a {type(item).__name__} as a batch; each must be a pair "
-        "(inputs, target), inputs being a tensor, a tuple, a dict or (args, kwargs)"
-    )

@@ -32,11 +32,10 @@ def write_scene(scene: Scene, path: Path, *, scale: float = 2.0) -> None:
             f"a PNG of {scene.width * scale:.0f} x {scene.height * scale:.0f} pixels is too "
             "large; write .svg or .pdf, or choose a smaller scale"
         )
-    svg = write_svg(scene)
     if ending == ".svg":
-        path.write_text(svg, encoding="utf-8")
+        path.write_text(write_svg(scene), encoding="utf-8")
     else:
-        path.write_bytes(convert_svg(svg, ending, scale=scale))
+        path.write_bytes(convert_svg(write_svg(scene, dark=False), ending, scale=scale))
 
 
 def convert_svg(svg: str, ending: str, *, scale: float = 2.0) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fxpipe.program import Kind, Span
 from fxpipe.viz.drawing.scene import Hatch
 
-__all__ = ["INK", "LOOKS", "Look", "Theme", "mix", "shade", "shades", "tone"]
+__all__ = ["DARK", "LIGHT", "LOOKS", "ON_COLOUR", "Look", "Theme", "mix", "shade", "shades", "tone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,33 @@ LOOKS: dict[Kind, Look] = {
 class Theme:
     """The colours that are not about kinds of actions.
 
-    `Theme()` is for paper; the report replaces each colour by a variable of its style
-    sheet, so that pictures in it follow dark mode.
+    Pictures are drawn with `LIGHT`; an SVG and the report say by which colour of `DARK` each
+    is replaced in dark mode, so no colour stands here twice.
     """
 
-    paper: str = "#ffffff"
-    ink: str = "#1b1f24"
-    muted: str = "#59636e"
-    rule: str = "#d5dae0"
-    idle: str = "#eef0f3"
-    fill: str = "#f6f8fa"
-    accent: str = "#0072b2"
-    skip: str = "#a3476f"
-    tied: str = "#00734f"
-    bar: str = "#56b4e9"
+    paper: str
+    ink: str
+    muted: str
+    rule: str
+    idle: str
+    fill: str
+    accent: str
+    skip: str
+    tied: str
+    bar: str
+    area: str
 
 
-INK = Theme().ink
+LIGHT = Theme(
+    paper="#ffffff", ink="#1b1f24", muted="#59636e", rule="#d5dae0", idle="#eef0f3", fill="#f6f8fa",
+    accent="#0072b2", skip="#a3476f", tied="#00734f", bar="#56b4e9", area="#bfdcef",
+)  # fmt: skip
+DARK = Theme(
+    paper="#14181d", ink="#e8ebee", muted="#a0a9b3", rule="#363d46", idle="#222830", fill="#1b2027",
+    accent="#6bbcf0", skip="#e093b6", tied="#4fc49c", bar="#3d8fc2", area="#24455c",
+)  # fmt: skip
+ON_COLOUR = "#1b1f25"
+"""Labels on the colours of actions, which stay as they are in dark mode."""
 
 
 def mix(colour: str, other: str, share: float) -> str:

@@ -5,8 +5,7 @@ PNG or PDF. Since everything has a place and every label a width, tests can chec
 text leaves its box.
 
 Widths are those of DejaVu Sans, the widest of the usual sans-serif fonts: a label
-that fits here fits with Helvetica, Arial or Liberation Sans too. Colours are
-any CSS colour. The y axis points down.
+that fits here fits with Helvetica, Arial or Liberation Sans too. The y axis points down.
 """
 
 from __future__ import annotations
@@ -68,7 +67,6 @@ class Line:
     width: float = 1.0
     dash: str = ""
     arrow: bool = False
-    curved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,6 @@ class Scene:
     height: float
     items: tuple[Item, ...]
     title: str
-    background: str
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:

@@ -1,17 +1,19 @@
-"""Write a scene as SVG that stands alone: no style sheet, no script, no font.
+"""Write a scene as SVG that stands alone: no script, no font, nothing of the page around it.
 
-Several pictures may share one HTML page (a notebook, the report), so nothing here
-can reach another picture: attributes instead of classes, and pattern names made
-from the picture's own content.
+Several pictures may share one HTML page (a notebook, the report), so nothing here can reach
+another picture: the picture's own mark is in every name. Colours are attributes; a style
+replaces those of the light theme where the reader prefers dark.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple
 from itertools import groupby
 from xml.sax.saxutils import escape
 
+from fxpipe.viz.drawing.palette import DARK, LIGHT
 from fxpipe.viz.drawing.scene import Area, Box, Hatch, Item, Label, Line, Scene, arrow_head
 
 __all__ = ["FONT", "write_svg"]
@@ -28,8 +30,8 @@ _PATTERNS: dict[str, str] = {
 }
 
 
-def write_svg(scene: Scene, *, inline: bool = False) -> str:
-    """The scene as SVG text.
+def write_svg(scene: Scene, *, inline: bool = False, dark: bool = True) -> str:
+    """The scene as SVG text; with `dark` it follows a reader who prefers a dark page.
 
     With `inline` for a place inside an HTML page: no XML header, and never wider than the
     page.
@@ -37,19 +39,30 @@ def write_svg(scene: Scene, *, inline: bool = False) -> str:
     mark = "x" + hashlib.sha256(repr(scene).encode()).hexdigest()[:8]
     style = ' style="max-width:100%;height:auto"' if inline else ""
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_n(scene.width)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{mark}" width="{_n(scene.width)}" '
         f'height="{_n(scene.height)}" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" '
         f'role="img" font-family="{FONT}"{style}>',
         f"<title>{escape(scene.title)}</title>",
+        f'<rect width="100%" height="100%" {_paint(fill=LIGHT.paper)}/>',
         *_definitions(scene.items, mark),
         *_groups(scene.items, mark),
         "</svg>\n",
     ]
-    if scene.background:
-        lines.insert(2, f'<rect width="100%" height="100%" {_paint(fill=scene.background)}/>')
+    if dark:
+        lines.insert(2, f"<style>{_dark_style(mark)}</style>")
     if not inline:
         lines.insert(0, '<?xml version="1.0" encoding="UTF-8"?>')
     return "\n".join(lines)
+
+
+def _dark_style(mark: str) -> str:
+    pairs = zip(astuple(LIGHT), astuple(DARK), strict=True)
+    rules = "".join(
+        f'#{mark} [{name}="{light}"]{{{name}:{dark}}}'
+        for light, dark in pairs
+        for name in ("fill", "stroke")
+    )
+    return f"@media(prefers-color-scheme:dark){{{rules}}}"
 
 
 def _definitions(items: Iterable[Item], mark: str) -> Iterator[str]:
@@ -85,9 +98,6 @@ def _shared(item: Item) -> str:
 
 
 def _paint(**colours: str) -> str:
-    """Attributes, or one style if a colour is a variable of the page: only a style may say so."""
-    if any(colour.startswith("var(") for colour in colours.values()):
-        return f'style="{";".join(f"{name}:{colour}" for name, colour in colours.items())}"'
     return " ".join(f'{name}="{colour}"' for name, colour in colours.items())
 
 
@@ -119,8 +129,6 @@ def _hatched(tag: str, place: str, hatch: Hatch, tip: str, mark: str) -> str:
 
 def _path(line: Line) -> str:
     (x, y), *rest = line.points
-    if line.curved:
-        return f"M{_n(x)} {_n(y)}C" + " ".join(f"{_n(a)} {_n(b)}" for a, b in rest)
     return f"M{_n(x)} {_n(y)}" + "".join(f"L{_n(a)} {_n(b)}" for a, b in rest)
 
 

@@ -1,6 +1,6 @@
 """Lay out a pipe as columns of stage boxes, each feeding the one below it.
 
-In:  an `Outline` at depth "stages" or "blocks".
+In:  an `Outline`.
 Out: a `Scene`.
 
 The first column goes down, then the next one begins at the top. What a stage sends to
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fxpipe.viz.drawing.palette import Theme
+from fxpipe.viz.drawing.palette import LIGHT
 from fxpipe.viz.drawing.scene import (
     Item,
     Label,
@@ -44,26 +44,23 @@ _LONGEST = 6
 _WIDEST_LABEL = 420.0
 
 
-def lay_out_pipe(outline: Outline, *, title: str = "", theme: Theme | None = None) -> Scene:
+def lay_out_pipe(outline: Outline, *, title: str = "") -> Scene:
     """The picture of a pipe."""
-    theme = theme or Theme()
-    columns = _split_into_columns(outline, theme)
+    columns = _split_into_columns(outline)
     letters = give_letters(
         outline, {stage: index for index, column in enumerate(columns) for stage in column}
     )
-    boxes = _draw_boxes(outline, letters, theme)
+    boxes = _draw_boxes(outline, letters)
     top = _MARGIN
     items: list[Item] = []
     if title:
-        items.append(Label(_MARGIN, top + 12, title, _TITLE, theme.ink, bold=True))
+        items.append(Label(_MARGIN, top + 12, title, _TITLE, LIGHT.ink, bold=True))
         top += 20
     summary = f"{outline.summary}; a full bar is the heaviest stage"
-    items.append(Label(_MARGIN, top + 10, summary, _TEXT, theme.muted))
+    items.append(Label(_MARGIN, top + 10, summary, _TEXT, LIGHT.muted))
     top += 22
     drawn = [
-        _draw_column(
-            outline, boxes, _place(outline, boxes, column, top, len(columns)), letters, theme
-        )
+        _draw_column(outline, boxes, _place(outline, boxes, column, top, len(columns)), letters)
         for column in columns
     ]
     x = _MARGIN
@@ -71,24 +68,24 @@ def lay_out_pipe(outline: Outline, *, title: str = "", theme: Theme | None = Non
         items += (moved(item, x, 0) for item in column.items)
         right = x + column.width
         if index + 1 < len(drawn):
-            items += _wrap(x, column, right + _GUTTER, top, theme)
+            items += _wrap(x, column, right + _GUTTER, top)
             x = right + _GUTTER
     bottom = max(column.bottom for column in drawn) + 4
     for line in letters.lines:
         bottom += _STEP + 1
-        items.append(Label(_MARGIN, bottom, line, _TEXT, theme.skip))
+        items.append(Label(_MARGIN, bottom, line, _TEXT, LIGHT.skip))
     width = max(right, *(label_extent(item)[2] for item in items if isinstance(item, Label)))
     name = title or "pipe"
-    return Scene(width + _MARGIN, bottom + _MARGIN, tuple(items), name, theme.paper)
+    return Scene(width + _MARGIN, bottom + _MARGIN, tuple(items), name)
 
 
-def _split_into_columns(outline: Outline, theme: Theme) -> list[range]:
+def _split_into_columns(outline: Outline) -> list[range]:
     """Columns for a page that is somewhat wider than high."""
     count = len(outline.stages)
     has_skips = any(crossing.is_skip for crossing in outline.crossings)
     if count <= (2 * _LONGEST if has_skips else _LONGEST):
         return [range(count)]
-    boxes = _draw_boxes(outline, Letters.none(), theme)
+    boxes = _draw_boxes(outline, Letters.none())
     height = _place(outline, boxes, range(count), 0, 1).bottom
     number = max(1, round(math.sqrt(1.8 * height / (boxes[0].width + _GUTTER))))
     length, longer = divmod(count, number)
@@ -96,7 +93,7 @@ def _split_into_columns(outline: Outline, theme: Theme) -> list[range]:
     return [range(first, end) for first, end in pairwise(ends)]
 
 
-def _draw_boxes(outline: Outline, letters: Letters, theme: Theme) -> list[StageBox]:
+def _draw_boxes(outline: Outline, letters: Letters) -> list[StageBox]:
     reads = [letters.reads.get(stage.index, ()) for stage in outline.stages]
     sends = [letters.sends.get(stage.index, ()) for stage in outline.stages]
     width = max(
@@ -104,7 +101,7 @@ def _draw_boxes(outline: Outline, letters: Letters, theme: Theme) -> list[StageB
         for stage in outline.stages
     )
     return [
-        draw_stage(outline, stage, width, theme, reads=reads[stage.index], sends=sends[stage.index])
+        draw_stage(outline, stage, width, reads=reads[stage.index], sends=sends[stage.index])
         for stage in outline.stages
     ]
 
@@ -136,7 +133,7 @@ def _has_lane(outline: Outline, crossing: Crossing, column: range) -> Crossing |
     """The part of a crossing that runs down a lane: a skip, also one into the next stage."""
     if crossing.is_skip:
         return crossing
-    is_shown = outline.depth == "blocks" and crossing.target in column
+    is_shown = outline.depth != "stages" and crossing.target in column
     return crossing.past_first() if is_shown else None
 
 
@@ -169,7 +166,6 @@ def _draw_column(
     boxes: Sequence[StageBox],
     placed: _Placed,
     letters: Letters,
-    theme: Theme,
 ) -> _Column:
     items: list[Item] = []
     width = boxes[0].width
@@ -179,11 +175,11 @@ def _draw_column(
         lines = _sent_to_next(outline, stage, boxes[stage].width, placed.stages)
         for index, text in enumerate(lines):
             base = y + 7 + (index + 0.75) * _STEP
-            items.append(Label(_ARROW_X + 10, base, text, _TEXT, theme.muted))
+            items.append(Label(_ARROW_X + 10, base, text, _TEXT, LIGHT.muted))
             width = max(width, _ARROW_X + 10 + text_width(text, _TEXT))
         if lines and stage + 1 in placed.tops:
             points = ((_ARROW_X, y), (_ARROW_X, placed.tops[stage + 1]))
-            items.append(Line(points, theme.muted, 1.2, arrow=True))
+            items.append(Line(points, LIGHT.muted, 1.2, arrow=True))
     lanes = list(
         find_lanes(
             [
@@ -199,7 +195,6 @@ def _draw_column(
             ],
             boxes,
             placed.tops,
-            theme,
         )
     )
     if lanes:
@@ -209,7 +204,7 @@ def _draw_column(
     return _Column(tuple(items), width, y, max(placed.bottom, *labels))
 
 
-def _wrap(x: float, column: _Column, next_x: float, top: float, theme: Theme) -> list[Item]:
+def _wrap(x: float, column: _Column, next_x: float, top: float) -> list[Item]:
     """The arrow from the foot of a column to the head of the next."""
     gutter, start = next_x - _GUTTER / 2, column.bottom
     points = (
@@ -220,4 +215,4 @@ def _wrap(x: float, column: _Column, next_x: float, top: float, theme: Theme) ->
         (next_x + _ARROW_X, top),
         (next_x + _ARROW_X, top + 18),
     )
-    return [Line(points, theme.muted, 1.2, arrow=True)]
+    return [Line(points, LIGHT.muted, 1.2, arrow=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpipe.viz.drawing.palette import Theme
+from fxpipe.viz.drawing.palette import LIGHT
 from fxpipe.viz.drawing.scene import Box, Item, Label, Line, fit_text, text_width
 from fxpipe.viz.pipe_picture.outline import Crossing, Tie
 from fxpipe.viz.pipe_picture.stage_box import StageBox
@@ -51,7 +51,6 @@ def find_lanes(
     ties: Sequence[Tie],
     boxes: Sequence[StageBox],
     tops: Mapping[int, float],
-    theme: Theme,
 ) -> Iterator[Lane]:
     """The lanes of a column whose boxes start at the heights `tops`."""
     anchor = _anchors(boxes, tops)
@@ -66,11 +65,11 @@ def find_lanes(
             for crossing in same
             for part in crossing.target_parts or (None,)
         )
-        yield Lane(start, ends, first.lines, theme.skip, False)
+        yield Lane(start, ends, first.lines, LIGHT.skip, False)
     for tie in ties:
         start, *ends_at = (anchor(stage, part) for stage, part, _ in tie.places)
         names = tuple(name for _, _, name in tie.places)
-        yield Lane(start, tuple(ends_at), ("tied", *names), theme.tied, True)
+        yield Lane(start, tuple(ends_at), ("tied", *names), LIGHT.tied, True)
 
 
 def _anchors(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, text
@@ -27,6 +27,7 @@ from fxpipe.viz.pipe_picture.parts import Part, StageParts, find_parts
 __all__ = [
     "Crossing",
     "Depth",
+    "Figures",
     "Outline",
     "Shared",
     "StageOutline",
@@ -39,6 +40,19 @@ __all__ = [
 Depth = Literal["stages", "blocks", "nodes"]
 
 _MANY = 4
+
+
+class Figures(TypedDict, total=False):
+    """What is known of a pipe's costs.
+
+    `flops` and `times` are of one microbatch, per stage; the load is measured by times, or else by
+    FLOPs, or else by parameters. `sizes` are the values of the pipe's size symbols, such as
+    `pipe.bind_inputs(args, kwargs)`; without them bytes are formulas.
+    """
+
+    flops: Sequence[float] | None
+    times: Sequence[float] | None
+    sizes: Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +159,13 @@ class Outline:
         return f"{text}; a microbatch has {known}" if known else text
 
 
-def make_outline(
-    pipe: Pipe,
-    depth: Depth,
-    *,
-    flops: Sequence[float] | None = None,
-    times: Sequence[float] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> Outline:
+def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outline:
     """Describe a pipe.
-
-    Args:
-        flops: of one microbatch, per stage.
-        times: of one microbatch, per stage, in any unit; the load is measured by them, or
-            else by FLOPs, or else by parameters.
-        sizes: values of the pipe's size symbols, for the bytes of each value; without
-            them bytes are shown as a formula.
 
     Raises:
         FxpipeError: the depth is unknown, or a figure is missing for some stage.
     """
+    flops, times, sizes = figures.get("flops"), figures.get("times"), figures.get("sizes") or {}
     if depth not in ("stages", "blocks", "nodes"):
         raise FxpipeError(f"depth is one of stages, blocks, nodes; got {depth!r}")
     for name, given in (("flops", flops), ("times", times)):
@@ -191,8 +192,8 @@ def make_outline(
         )
         for stage in pipe.stages
     )
-    crossings, shared = _crossings(pipe, found, sizes or {})
-    known = tuple((symbol, (sizes or {})[symbol]) for symbol in _symbols(pipe, sizes or {}))
+    crossings, shared = _crossings(pipe, found, sizes)
+    known = tuple((symbol, sizes[symbol]) for symbol in _symbols(pipe, sizes))
     return Outline(depth, stages, crossings, shared, _ties(pipe, found), name, known)
 
 

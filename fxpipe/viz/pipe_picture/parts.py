@@ -21,6 +21,7 @@ from torch import fx, nn
 from fxpipe.graph.cut.stage_writer import Within
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.text import count_text
 from fxpipe.torch_inside import children_of
 
 __all__ = ["Part", "StageParts", "find_parts"]
@@ -53,6 +54,12 @@ class Part:
     def kind_text(self) -> str:
         """Such as "Block" or "8 × Block"."""
         return self.kind if len(self.names) == 1 else f"{len(self.names)} × {self.kind}"
+
+    @property
+    def note(self) -> str:
+        """Such as "8 × Block · 12.4 k"; at depth "nodes" with what it makes."""
+        count = count_text(self.parameters) if self.parameters else ""
+        return " · ".join(text for text in (self.kind_text, self.spec, count) if text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.text import count_text
-from fxpipe.viz.drawing.palette import Theme
+from fxpipe.viz.drawing.palette import LIGHT
 from fxpipe.viz.drawing.scene import Box, Item, Label, Line, fit_text, text_width
 from fxpipe.viz.pipe_picture.outline import Outline, StageOutline
 from fxpipe.viz.pipe_picture.parts import Part
@@ -44,7 +43,7 @@ class StageBox:
 
 def stage_width(outline: Outline, stage: StageOutline, notes: Iterable[str]) -> float:
     """How wide a box must be for all its text, within reason."""
-    lanes = len(pack_intervals(_arcs(stage.parts))) if outline.depth == "blocks" else 0
+    lanes = len(pack_intervals(_arcs(stage.parts))) if outline.depth != "stages" else 0
     widths = [
         text_width(f"stage {stage.index}", _NAME, bold=True)
         + text_width(_share(outline, stage), _NOTE)
@@ -56,7 +55,7 @@ def stage_width(outline: Outline, stage: StageOutline, notes: Iterable[str]) -> 
         ),
         *(text_width(f"{terminal.text} →", _NOTE) for terminal in stage.outputs),
         *(
-            text_width(part.title, _TEXT) + text_width(_note(part), _NOTE) + 30 + lanes * _LANE
+            text_width(part.title, _TEXT) + text_width(part.note, _NOTE) + 30 + lanes * _LANE
             for part in stage.parts
         ),
     ]
@@ -67,42 +66,39 @@ def draw_stage(
     outline: Outline,
     stage: StageOutline,
     width: float,
-    theme: Theme,
     *,
     reads: Sequence[str] = (),
     sends: Sequence[str] = (),
 ) -> StageBox:
     """Draw a stage; `reads` and `sends` are lines on what comes and goes out of sight."""
     items: list[Item] = []
-    y = _add_heading(items, outline, stage, width, theme)
+    y = _add_heading(items, outline, stage, width)
     room = width - 2 * _PAD
     for terminal in stage.inputs:
-        y = _add_line(items, f"→ {terminal.text}", room, y, theme.accent)
+        y = _add_line(items, f"→ {terminal.text}", room, y, LIGHT.accent)
     for text in reads:
-        y = _add_line(items, text, room, y, theme.skip)
+        y = _add_line(items, text, room, y, LIGHT.skip)
     y += 3
-    add_parts = _add_blocks if outline.depth == "blocks" else _add_rows
-    centres, y = add_parts(items, stage.parts, width, y, theme)
+    add_parts = _add_rows if outline.depth == "stages" else _add_blocks
+    centres, y = add_parts(items, stage.parts, width, y)
     for text in sends:
-        y = _add_line(items, text, room, y, theme.skip)
+        y = _add_line(items, text, room, y, LIGHT.skip)
     for terminal in stage.outputs:
-        y = _add_line(items, f"{terminal.text} →", room, y, theme.accent)
+        y = _add_line(items, f"{terminal.text} →", room, y, LIGHT.accent)
     height = y + 7
-    frame = Box(0, 0, width, height, theme.fill, theme.rule, 1.0, radius=7)
+    frame = Box(0, 0, width, height, LIGHT.fill, LIGHT.rule, 1.0, radius=7)
     return StageBox(width, height, (frame, *items), tuple(centres))
 
 
-def _add_heading(
-    items: list[Item], outline: Outline, stage: StageOutline, width: float, theme: Theme
-) -> float:
-    items.append(Label(_PAD, 20, f"stage {stage.index}", _NAME, theme.ink, bold=True))
+def _add_heading(items: list[Item], outline: Outline, stage: StageOutline, width: float) -> float:
+    items.append(Label(_PAD, 20, f"stage {stage.index}", _NAME, LIGHT.ink, bold=True))
     right = width - _PAD
-    items.append(Label(right, 20, _share(outline, stage), _NOTE, theme.muted, "end"))
+    items.append(Label(right, 20, _share(outline, stage), _NOTE, LIGHT.muted, "end"))
     room = width - 2 * _PAD
     heaviest = max(other.share for other in outline.stages) or 1.0
-    items.append(Box(_PAD, 27, room, 4, theme.idle, radius=2))
-    items.append(Box(_PAD, 27, max(room * stage.share / heaviest, 2), 4, theme.bar, radius=2))
-    return _add_line(items, stage.facts, room, 34, theme.muted)
+    items.append(Box(_PAD, 27, room, 4, LIGHT.idle, radius=2))
+    items.append(Box(_PAD, 27, max(room * stage.share / heaviest, 2), 4, LIGHT.bar, radius=2))
+    return _add_line(items, stage.facts, room, 34, LIGHT.muted)
 
 
 def _add_line(items: list[Item], text: str, room: float, y: float, colour: str) -> float:
@@ -114,39 +110,32 @@ def _share(outline: Outline, stage: StageOutline) -> str:
     return f"{stage.share:.1%} of {outline.load}"
 
 
-def _note(part: Part) -> str:
-    count = count_text(part.parameters) if part.parameters else ""
-    return " · ".join(text for text in (part.kind_text, count) if text)
-
-
 def _add_rows(
-    items: list[Item], parts: Sequence[Part], width: float, y: float, theme: Theme
+    items: list[Item], parts: Sequence[Part], width: float, y: float
 ) -> tuple[list[float], float]:
     """Parts as plain lines of text; too many end with a count."""
     shown = parts if len(parts) <= _MOST_ROWS else parts[: _MOST_ROWS - 1]
     for part in shown:
-        _add_part_text(items, part, _PAD, width - _PAD, y + _PLAIN_ROW / 2, theme)
+        _add_part_text(items, part, _PAD, width - _PAD, y + _PLAIN_ROW / 2)
         y += _PLAIN_ROW
     if len(shown) < len(parts):
         text = f"… and {len(parts) - len(shown)} more"
-        y = _add_line(items, text, width - 2 * _PAD, y, theme.muted)
+        y = _add_line(items, text, width - 2 * _PAD, y, LIGHT.muted)
     return [], y
 
 
-def _add_part_text(
-    items: list[Item], part: Part, left: float, right: float, middle: float, theme: Theme
-) -> None:
+def _add_part_text(items: list[Item], part: Part, left: float, right: float, middle: float) -> None:
     room = right - left
     title = fit_text(part.title, _TEXT, room)
-    items.append(Label(left, middle + 3.6, title, _TEXT, theme.ink))
+    items.append(Label(left, middle + 3.6, title, _TEXT, LIGHT.ink))
     rest = room - text_width(title, _TEXT) - 8
-    note = fit_text(_note(part), _NOTE, rest) if rest > 30 else ""
+    note = fit_text(part.note, _NOTE, rest) if rest > 30 else ""
     if note:
-        items.append(Label(right, middle + 3.6, note, _NOTE, theme.muted, "end"))
+        items.append(Label(right, middle + 3.6, note, _NOTE, LIGHT.muted, "end"))
 
 
 def _add_blocks(
-    items: list[Item], parts: Sequence[Part], width: float, y: float, theme: Theme
+    items: list[Item], parts: Sequence[Part], width: float, y: float
 ) -> tuple[list[float], float]:
     """Parts as boxes with arrows between them."""
     y += 3
@@ -156,19 +145,19 @@ def _add_blocks(
     for index, part in enumerate(parts):
         top = centres[index] - _ROW / 2
         place = (left, top, width - _PAD - left, _ROW)
-        items.append(Box(*place, theme.paper, theme.rule, 1.0, radius=5))
-        _add_part_text(items, part, left + 8, width - _PAD - 8, centres[index], theme)
+        items.append(Box(*place, LIGHT.paper, LIGHT.rule, 1.0, radius=5))
+        _add_part_text(items, part, left + 8, width - _PAD - 8, centres[index])
         if index - 1 in part.reads:
             x = (left + width - _PAD) / 2
             points = ((x, top - _GAP + 0.5), (x, top - 0.5))
-            items.append(Line(points, theme.muted, 1.0, arrow=True))
+            items.append(Line(points, LIGHT.muted, 1.0, arrow=True))
     for lane, arcs in enumerate(lanes):
         x = left - (lane + 1) * _LANE + 1
         for source, target in arcs:
             # Leave below the middle and arrive above it, so that both can be told apart.
             low, high = centres[source] + 5, centres[target] - 5
             around = ((left, low), (x, low), (x, high), (left, high))
-            items.append(Line(around, theme.muted, 1.0, arrow=True))
+            items.append(Line(around, LIGHT.muted, 1.0, arrow=True))
     return centres, (centres[-1] + _ROW / 2 + 5 if parts else y)
 
 

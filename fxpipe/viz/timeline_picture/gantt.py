@@ -19,13 +19,12 @@ transfers that overlap in time get as many lanes as they need.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
 from fxpipe.viz.drawing.numbers import PLAIN, Unit, nice_ticks
-from fxpipe.viz.drawing.palette import LOOKS, Theme, shade, shades
+from fxpipe.viz.drawing.palette import LIGHT, LOOKS, shade, shades
 from fxpipe.viz.drawing.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
 from fxpipe.viz.timeline_picture.spans import (
     Frame,
@@ -43,25 +42,15 @@ _MARGIN = 16.0
 _LANE = 7.0
 _TITLE, _TEXT, _SMALL = 15.0, 11.0, 10.0
 _NARROWEST, _WIDEST = 860.0, 2200.0
-_THEME = Theme()
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a picture of a timeline shows, and in which units.
-
-    `transfers` are drawn if the timeline has any. `tips` are shown by a browser when the
-    mouse rests on a box; they make up most of the size of a large picture.
-    """
+    """The title of a timeline's picture, and its units."""
 
     title: str = ""
     time: Unit = PLAIN
     memory: Unit = PLAIN
-    width: float | None = None
-    show_memory: bool = True
-    show_transfers: bool = True
-    critical_path: bool = False
-    tips: bool = True
 
 
 def lay_out_timeline(
@@ -72,36 +61,33 @@ def lay_out_timeline(
     frame = _frame(both, options)
     width = frame.right + 78
     items, y = _heading(both, options, frame, width)
-    rows, bottom = _rows(both, options, frame, y)
+    rows, bottom = _rows(both, frame, y)
     items += _axis(frame, y, bottom)
     items += rows
     bottom += 20
-    if options.show_memory and any(any(line.memory) for line in both):
+    if any(any(line.memory) for line in both):
         curves, bottom = _memory(both, options, frame, bottom)
         items += curves
-    return Scene(width, bottom + 6, tuple(items), options.title or "timeline", _THEME.paper)
+    return Scene(width, bottom + 6, tuple(items), options.title or "timeline")
 
 
 def _frame(both: Sequence[Timeline], options: Options) -> Frame:
     end = max(line.makespan for line in both) or 1.0
     names = [f"rank {both[0].num_ranks - 1}", *(["measured"] if len(both) > 1 else [])]
     left = _MARGIN + 8 + max(text_width(name, _TEXT) for name in names)
-    labels, natural = _labels(both, end, options.width, left)
+    labels, width = _labels(both, end, left)
     return Frame(
         left=left,
-        plot=max((options.width or natural) - left - 78, 120.0),
+        plot=width - left - 78,
         end=end,
         shades=shades(span for line in both for span in line.spans),
         time=options.time,
-        tips=options.tips,
         labels=labels,
     )
 
 
-def _labels(
-    both: Sequence[Timeline], end: float, width: float | None, left: float
-) -> tuple[Labels, float]:
-    """What boxes say, all alike, and how wide the picture is if nobody says so.
+def _labels(both: Sequence[Timeline], end: float, left: float) -> tuple[Labels, float]:
+    """What boxes say, all alike, and how wide the picture is.
 
     As much as fits in nearly all boxes, in a picture of a reasonable width.
     """
@@ -119,7 +105,7 @@ def _labels(
             break
         # A few boxes of a measured step may be too short for any label.
         needed = scales[int(0.95 * (len(scales) - 1))] * end + left + 78
-        if needed <= (width or _WIDEST):
+        if needed <= _WIDEST:
             return style, max(_NARROWEST, needed)
     return "none", 1480.0 if boxes else _NARROWEST
 
@@ -139,19 +125,19 @@ def _heading(
     room = width - 2 * _MARGIN
     if options.title:
         title = fit_text(options.title, _TITLE, room, bold=True)
-        items.append(Label(_MARGIN, y, title, _TITLE, _THEME.ink, bold=True))
+        items.append(Label(_MARGIN, y, title, _TITLE, LIGHT.ink, bold=True))
         y += 19
     for line in _wrap(_figures(both, options), room):
-        items.append(Label(_MARGIN, y, line, _TEXT, _THEME.muted))
+        items.append(Label(_MARGIN, y, line, _TEXT, LIGHT.muted))
         y += 16
     y += 5
     x = _MARGIN
-    for kind, name in _legend(both, options, frame):
+    for kind, name in _legend(both, frame):
         taken = 22 + text_width(name, _TEXT)
         if x + taken > width - _MARGIN and x > _MARGIN:
             x, y = _MARGIN, y + 18
         items += _swatch(kind, x, y - 10)
-        items.append(Label(x + 21, y, fit_text(name, _TEXT, room - 21), _TEXT, _THEME.ink))
+        items.append(Label(x + 21, y, fit_text(name, _TEXT, room - 21), _TEXT, LIGHT.ink))
         x += taken + 14
     return items, y + 14
 
@@ -185,14 +171,12 @@ _NAMES = {
 }
 
 
-def _legend(
-    both: Sequence[Timeline], options: Options, frame: Frame
-) -> Iterator[tuple[Kind | None, str]]:
+def _legend(both: Sequence[Timeline], frame: Frame) -> Iterator[tuple[Kind | None, str]]:
     found = {
         part.kind
         for line in both
         for span in line.spans
-        if span.is_compute or _has_lane(span, options)
+        if span.is_compute or _has_lane(span)
         for part in span.action.parts or (span.action,)
     }
     for kind in sorted(found):
@@ -211,73 +195,49 @@ def _swatch(kind: Kind | None, x: float, y: float) -> list[Item]:
     if kind.is_compute:
         return list(draw_box(Action(kind, 0), {}, (x, y, 17, 12)))
     span = Span(0, Action(kind, 0), 0, 1)
-    frame = Frame(x, 16, 1, {}, PLAIN, False)
-    return list(draw_span(span, frame, y + 3, _LANE))
+    drawn = draw_span(span, Frame(x, 16, 1, {}, PLAIN), y + 3, _LANE)
+    return [replace(item, tip="") for item in drawn if isinstance(item, (Area, Box))]
 
 
-def _has_lane(span: Span, options: Options) -> bool:
+def _has_lane(span: Span) -> bool:
     """Whether something that is not compute is drawn; what takes no time is not."""
-    return options.show_transfers and not span.is_compute and span.end > span.start
+    return not span.is_compute and span.end > span.start
 
 
-def _rows(
-    both: Sequence[Timeline], options: Options, frame: Frame, y: float
-) -> tuple[list[Item], float]:
-    """The rows of all ranks, with the critical path on top; and where they end."""
+def _rows(both: Sequence[Timeline], frame: Frame, y: float) -> tuple[list[Item], float]:
+    """The rows of all ranks, and where they end."""
     num_ranks, height = both[0].num_ranks, _row_height(both)
     rows: list[Item] = []
-    tops: list[list[float]] = [[] for _ in both]
     for rank in range(num_ranks):
         for index, line in enumerate(both):
-            tops[index].append(y)
             spans = line.of_rank(rank)
             name = "measured" if index else f"rank {rank}"
-            ink = _THEME.muted if index else _THEME.ink
+            ink = LIGHT.muted if index else LIGHT.ink
             base = y + height / 2 + 4
             rows.append(Label(frame.left - 8, base, name, _TEXT, ink, "end"))
             idle = f"{line.idle_per_rank[rank]:.0%} idle"
-            rows.append(Label(frame.right + 8, base, idle, _SMALL, _THEME.muted))
-            rows.append(Box(frame.left, y, frame.plot, height, _THEME.idle))
+            rows.append(Label(frame.right + 8, base, idle, _SMALL, LIGHT.muted))
+            rows.append(Box(frame.left, y, frame.plot, height, LIGHT.idle))
             for span in spans:
                 if span.is_compute:
                     rows += draw_span(span, frame, y, height)
             y += height + 2
-            for lane in pack_lanes(span for span in spans if _has_lane(span, options)):
+            for lane in pack_lanes(filter(_has_lane, spans)):
                 for span in lane:
                     rows += draw_span(span, frame, y, _LANE)
                 y += _LANE + 1
         y += 5 if height > 14 else 2
-    if options.critical_path:
-        for line, top in zip(both, tops, strict=True):
-            rows += _critical_path(line, frame, top, height)
     return rows, y
-
-
-def _critical_path(
-    timeline: Timeline, frame: Frame, tops: Sequence[float], height: float
-) -> Iterator[Item]:
-    chain = [span for span in timeline.critical_path if span.is_compute]
-    for span in chain:
-        x, width = frame.x(span.start), frame.x(span.end) - frame.x(span.start)
-        yield Box(x, tops[span.rank], width, height, "", _THEME.ink, 2.0)
-    for before, after in pairwise(chain):
-        if before.rank != after.rank:
-            low, high = sorted((before.rank, after.rank))
-            points = (
-                (frame.x(before.end), tops[low] + height),
-                (frame.x(after.start), tops[high]),
-            )
-            yield Line(points, _THEME.ink, 2.0)
 
 
 def _axis(frame: Frame, top: float, bottom: float) -> Iterator[Item]:
     for time in nice_ticks(frame.end, int(frame.plot / 70)):
         x = frame.x(time)
-        yield Line(((x, top - 3), (x, bottom + 2)), _THEME.rule, 0.8)
-        yield Label(x, bottom + 13, number_text(time), _SMALL, _THEME.muted, "middle")
+        yield Line(((x, top - 3), (x, bottom + 2)), LIGHT.rule, 0.8)
+        yield Label(x, bottom + 13, number_text(time), _SMALL, LIGHT.muted, "middle")
     name = f"time, {frame.time.name}" if frame.time.name else "time"
     room = 78 - 8 - 4
-    yield Label(frame.right + 8, bottom + 13, fit_text(name, _SMALL, room), _SMALL, _THEME.muted)
+    yield Label(frame.right + 8, bottom + 13, fit_text(name, _SMALL, room), _SMALL, LIGHT.muted)
 
 
 def _memory(
@@ -286,14 +246,14 @@ def _memory(
     """One strip per rank, all to the same scale; a measured curve is a line over it."""
     items: list[Item] = []
     y += 12
-    items.append(Label(frame.left, y, "memory held", _TEXT, _THEME.ink))
+    items.append(Label(frame.left, y, "memory held", _TEXT, LIGHT.ink))
     y += 7
     most = max((peak for line in both for peak in line.peak_memory), default=0.0) or 1.0
     num_ranks = both[0].num_ranks
     height = 24.0 if num_ranks <= 12 else 16.0 if num_ranks <= 32 else 12.0
     for rank in range(num_ranks):
         base = y + height
-        items.append(Label(frame.left - 8, base - 3, f"rank {rank}", _TEXT, _THEME.ink, "end"))
+        items.append(Label(frame.left - 8, base - 3, f"rank {rank}", _TEXT, LIGHT.ink, "end"))
         for index, line in enumerate(both):
             if not line.memory or not line.memory[rank]:
                 continue
@@ -303,14 +263,14 @@ def _memory(
             )
             if index == 0:
                 floor = ((points[-1][0], base), (points[0][0], base))
-                items.append(Area((*points, *floor), "#bfdcef"))
+                items.append(Area((*points, *floor), LIGHT.area))
             dash = "4 2" if index else ""
-            items.append(Line(points, _THEME.ink if index else _THEME.accent, 1.2, dash))
-        items.append(Line(((frame.left, base), (frame.right, base)), _THEME.rule, 1.0))
+            items.append(Line(points, LIGHT.ink if index else LIGHT.accent, 1.2, dash))
+        items.append(Line(((frame.left, base), (frame.right, base)), LIGHT.rule, 1.0))
         peaks = [line.peak_memory[rank] for line in both if any(line.memory) and line.memory[rank]]
         if peaks:
             text = fit_text(f"peak {options.memory.text(max(peaks))}", _SMALL, 78 - 8 - 2)
-            items.append(Label(frame.right + 8, base - 3, text, _SMALL, _THEME.muted))
+            items.append(Label(frame.right + 8, base - 3, text, _SMALL, LIGHT.muted))
         y = base + 6
     return items, y
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from fxpipe.program import Action, Kind, Span
 from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import INK, LOOKS, mix, shade
+from fxpipe.viz.drawing.palette import LOOKS, ON_COLOUR, mix, shade
 from fxpipe.viz.drawing.scene import Area, Box, Item, Label, text_width
 
 __all__ = [
@@ -41,7 +41,6 @@ class Frame:
     end: float
     shades: Mapping[int, tuple[int, int]]
     time: Unit
-    tips: bool
     labels: Labels = "letters"
 
     @property
@@ -55,7 +54,7 @@ class Frame:
 def draw_span(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
     """The items of one action between two heights."""
     left, right = frame.x(span.start), frame.x(span.end)
-    tip = tip_of(span, frame.time) if frame.tips else ""
+    tip = tip_of(span, frame.time)
     if span.action.parts:
         half = (height - 1) / 2
         for index, part in enumerate(span.action.parts):
@@ -90,7 +89,7 @@ def draw_box(
     text, size = label_of(action, labels), label_size(height)
     if text and size >= 7 and text_width(text, size) + 2 <= width:
         base = y + (height - foot) / 2 + 0.36 * size
-        yield Label(x + width / 2, base, text, size, INK, "middle")
+        yield Label(x + width / 2, base, text, size, ON_COLOUR, "middle")
 
 
 def label_of(action: Action, labels: Labels) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
 from fxpipe.viz.drawing.numbers import Unit, nice_ticks
-from fxpipe.viz.drawing.palette import INK, LOOKS, shade, shades
+from fxpipe.viz.drawing.palette import LOOKS, ON_COLOUR, shade, shades
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -78,7 +78,7 @@ class TimelineView:
         for line in _lines(self.timeline, width, self.title, *units):
             text = Text(no_wrap=True)
             for piece in line:
-                style = f"{INK} on {piece.colour}" if piece.colour else ""
+                style = f"{ON_COLOUR} on {piece.colour}" if piece.colour else ""
                 text.append(piece.text, style="dim" if piece.is_faint else style)
             yield text
 

@@ -9,7 +9,7 @@ from fxpipe.viz.drawing.scene import Box, Label, Scene
 
 
 def scene_of(*items, width=40.0, height=30.0):
-    return Scene(width, height, items, "test", "#ffffff")
+    return Scene(width, height, items, "test")
 
 
 def png_of(path, *items, scale=2.0):

@@ -1,7 +1,8 @@
+from dataclasses import astuple
 from itertools import combinations
 
 from fxpipe.program import Kind
-from fxpipe.viz.drawing.palette import LOOKS, mix, shade, shades
+from fxpipe.viz.drawing.palette import DARK, LIGHT, LOOKS, ON_COLOUR, mix, shade, shades
 from tests.viz.timelines import timeline_of
 
 
@@ -46,7 +47,7 @@ def test_compute_kinds_differ_for_every_colour_vision():
 
 
 def test_labels_can_be_read_on_every_shade():
-    ink = luminance("#1b1f24")
+    ink = luminance(ON_COLOUR)
     for kind in Kind:
         for index in range(4):
             contrast = (luminance(shade(kind, index, 4)) + 0.05) / (ink + 0.05)
@@ -70,3 +71,11 @@ def test_mix_goes_from_one_colour_to_the_other():
     assert mix("#000000", "#ffffff", 0) == "#000000"
     assert mix("#000000", "#ff8000", 0.5) == "#804000"
     assert mix("#000000", "#ffffff", 1) == "#ffffff"
+
+
+def test_themes_can_be_read_and_told_apart():
+    for theme in (LIGHT, DARK):
+        lights = sorted(map(luminance, (theme.paper, theme.ink)))
+        assert (lights[1] + 0.05) / (lights[0] + 0.05) > 12
+    # A colour is replaced by its name in an attribute: one that stood twice would be ambiguous.
+    assert len({*astuple(LIGHT), ON_COLOUR}) == len(astuple(LIGHT)) + 1

@@ -1,15 +1,17 @@
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
 
+from fxpipe.viz.drawing.palette import DARK, LIGHT
 from fxpipe.viz.drawing.scene import Area, Box, Label, Line, Scene
 from fxpipe.viz.drawing.svg import write_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def scene(*items, background="#ffffff"):
-    return Scene(100, 50.5, items, "a <picture> & more", background)
+def scene(*items):
+    return Scene(100, 50.5, items, "a <picture> & more")
 
 
 def test_items_become_elements_in_order():
@@ -19,10 +21,12 @@ def test_items_become_elements_in_order():
             Line(((0, 0), (5, 5)), "#00ff00", 1.5, "4 2", arrow=True),
             Area(((0, 0), (1, 0), (0, 1)), "#0000ff"),
             Label(3, 4, "a & b", 11, "#111111", "middle", bold=True),
-        )
+        ),
+        dark=False,
     )
 
-    assert text.splitlines() == [
+    mark = re.search(r'id="(\w+)"', text)[1]
+    assert text.replace(f'id="{mark}" ', "").splitlines() == [
         '<?xml version="1.0" encoding="UTF-8"?>',
         '<svg xmlns="http://www.w3.org/2000/svg" width="100" height="50.5" '
         'viewBox="0 0 100 50.5" role="img" '
@@ -62,11 +66,11 @@ def test_hatch_is_a_pattern_that_only_this_picture_uses(hatch):
     assert f"url(#{names[0]})" in used
 
 
-def test_page_variables_go_into_a_style():
-    text = write_svg(
-        scene(Box(0, 0, 1, 1, "var(--fill, #fff)", "var(--ink, #000)"), background=""), inline=True
-    )
+def test_dark_mode_reaches_this_picture_alone():
+    text = write_svg(scene(Box(0, 0, 1, 1, LIGHT.fill, LIGHT.rule)), inline=True)
 
-    assert '<g style="fill:var(--fill, #fff);stroke:var(--ink, #000)" stroke-width="1">' in text
+    mark = re.search(r'id="(\w+)"', text)[1]
+    assert f'#{mark} [fill="{LIGHT.fill}"]{{fill:{DARK.fill}}}' in text
+    assert f'#{mark} [stroke="{LIGHT.rule}"]{{stroke:{DARK.rule}}}' in text
+    assert f'fill="{LIGHT.fill}" stroke="{LIGHT.rule}"' in text
     assert "<?xml" not in text
-    assert 'width="100%"' not in text

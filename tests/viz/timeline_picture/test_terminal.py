@@ -114,6 +114,6 @@ def test_colours_repeat_what_the_text_says():
     )
     Console(file=plain, width=100).print(TimelineView(timeline, "ZBH1"))
 
-    assert colour.getvalue().count("\x1b[38;2;27;31;36;48;2;") == len(timeline.spans)
+    assert colour.getvalue().count("\x1b[38;2;27;31;37;48;2;") == len(timeline.spans)
     stripped = "\n".join(line.rstrip() for line in plain.getvalue().splitlines()) + "\n"
     assert stripped == timeline_text(timeline, width=100, title="ZBH1")

@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     is_transfer: bool
     is_send: bool
     is_recv: bool
+    is_offload: bool
 
     FORWARD = 0, "F"
     BACKWARD = 1, "B"
@@ -61,6 +62,8 @@ class Kind(enum.IntEnum):
     RESHARD = 9, "RESHARD"
     REDUCE_GRAD = 10, "REDUCE_GRAD"
     OVERLAP = 11, "OVERLAP_F_B"
+    OFFLOAD = 12, "OFFLOAD"
+    RELOAD = 13, "RELOAD"
 
     def __new__(cls, number: int, text: str) -> Kind:
         kind = int.__new__(cls, number)
@@ -71,6 +74,7 @@ class Kind(enum.IntEnum):
         kind.is_send = text.startswith("SEND")
         kind.is_recv = text.startswith("RECV")
         kind.is_transfer = kind.is_send or kind.is_recv
+        kind.is_offload = text in ("OFFLOAD", "RELOAD")
         return kind
 
 
@@ -122,14 +126,15 @@ class ValueKind(enum.IntEnum):
     RESIDUAL = 2
     DEFERRED = 3
     WEIGHT_GRAD = 4
+    OFFLOADED = 5
 
 
 class Value(NamedTuple):
     """What actions hand to each other.
 
     For an activation `stage -> peer` follows the edge; for a gradient it runs
-    against it. Residual, deferred weight work and weight gradient stay on their
-    stage: `peer` equals `stage`.
+    against it. Residual (on the device, or offloaded to the host), deferred weight work and
+    weight gradient stay on their stage: `peer` equals `stage`.
     """
 
     kind: ValueKind
@@ -222,6 +227,8 @@ def reads(action: Action, edges: Edges) -> tuple[Value, ...]:
     if kind.is_send:
         assert peer is not None
         return (Value(_CARRIED[kind], stage, peer, microbatch),)
+    if kind.is_offload:
+        return (Value(_HOST[kind], stage, stage, microbatch),)
     return ()
 
 
@@ -255,6 +262,9 @@ def writes(action: Action, edges: Edges) -> tuple[Value, ...]:
     if kind.is_recv:
         assert peer is not None
         return (Value(_CARRIED[kind], peer, stage, microbatch),)
+    if kind.is_offload:
+        other = Kind.RELOAD if kind is Kind.OFFLOAD else Kind.OFFLOAD
+        return (Value(_HOST[other], stage, stage, microbatch),)
     return ()
 
 
@@ -264,6 +274,8 @@ _CARRIED = {
     Kind.SEND_GRADIENT: ValueKind.GRADIENT,
     Kind.RECV_GRADIENT: ValueKind.GRADIENT,
 }
+# What each of the two reads; it writes what the other reads.
+_HOST = {Kind.OFFLOAD: ValueKind.RESIDUAL, Kind.RELOAD: ValueKind.OFFLOADED}
 
 
 def send_of(value: Value) -> Action:

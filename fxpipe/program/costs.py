@@ -53,8 +53,12 @@ class Costs(Protocol):
         """The time to reduce the gradients of a stage over its replicas."""
         ...
 
+    def offload(self, stage: int) -> float:
+        """The time to move the residual of a microbatch to host memory, or back."""
+        ...
+
     def value_bytes(self, kind: ValueKind, stage: int, peer: int) -> float:
-        """The memory of a value; see `Value` for what stage and peer mean.
+        """The memory of a value on its device; see `Value` for what stage and peer mean.
 
         A weight gradient is one buffer per stage, not one per microbatch.
         """
@@ -100,6 +104,7 @@ class StageCost:
     backward: float | None = None
     unshard: float = 0.0
     reduce_grad: float = 0.0
+    offload: float = 0.0
     residual: float = 0.0
     deferred: float | None = None
     weight_grad: float = 0.0
@@ -204,6 +209,9 @@ class StageCosts:
     def reduce_grad(self, stage: int) -> float:
         return self._of(stage).reduce_grad
 
+    def offload(self, stage: int) -> float:
+        return self._of(stage).offload
+
     def value_bytes(self, kind: ValueKind, stage: int, peer: int) -> float:
         if kind is ValueKind.ACTIVATION:
             return self.activations.get((stage, peer), self.activation)
@@ -214,7 +222,7 @@ class StageCosts:
             return cost.residual
         if kind is ValueKind.DEFERRED:
             return cost.kept_for_weights
-        return cost.weight_grad
+        return 0.0 if kind is ValueKind.OFFLOADED else cost.weight_grad
 
     def unsharded_bytes(self, stage: int) -> float:
         return self._of(stage).parameters

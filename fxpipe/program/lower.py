@@ -2,7 +2,7 @@
 
 In:  a valid Program whose actions are forwards and backwards (or pairs of them).
 Out: the same work with a SEND and a RECV for each value that changes rank and, if
-     asked for, UNSHARD, RESHARD and REDUCE_GRAD. The input is left alone.
+     asked for, UNSHARD, RESHARD, REDUCE_GRAD, OFFLOAD and RELOAD. The input is left alone.
 
 Both halves of a transfer are added while visiting its producer, so two ranks
 always list their messages in the same order. Keep it that way: a recv that is
@@ -37,6 +37,7 @@ from fxpipe.program.check.faults import report
 from fxpipe.program.check.validate import check_contents, find_faults, validate
 from fxpipe.program.costs import Costs
 from fxpipe.program.fuse import fuse_backward
+from fxpipe.program.offload import add_offloads
 from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.program.play.collector import collector_paused
 from fxpipe.program.play.engine import cost_times
@@ -59,6 +60,7 @@ def lower(
     keep_input_backward: Collection[int] = (),
     reduce_grad: bool = False,
     max_unsharded: int | None = None,
+    offload: int | None = None,
     costs: Costs | None = None,
     streams: Streams | None = None,
 ) -> Program:
@@ -78,6 +80,8 @@ def lower(
         max_unsharded: add UNSHARD and RESHARD such that no rank ever holds more than
             this number of stages unsharded. The next stages to be used are unsharded
             ahead of time, as far as the number allows.
+        offload: add OFFLOAD and RELOAD for residuals that wait for more than this number of
+            compute actions of their rank.
         costs: order messages by these durations instead of F=I=W=1. On one
             communicator per pair of ranks a message waits for those before it, so
             the order should be that in which they really become ready.
@@ -93,6 +97,8 @@ def lower(
     edges = check_edges(program, edges)
     if max_unsharded is not None and max_unsharded < 1:
         raise ScheduleError(f"max_unsharded must be at least 1, got {max_unsharded}")
+    if offload is not None and offload < 2:
+        raise ScheduleError(f"offload must be at least 2 compute actions, got {offload}")
     if receives not in get_args(Receives):
         raise ScheduleError(f"receives is one of {get_args(Receives)}, got {receives!r}")
     if program.is_lowered:
@@ -112,6 +118,8 @@ def lower(
                 add_sharding(rank, actions, len(program.placement.stages_of(rank)), max_unsharded)
                 for rank, actions in enumerate(ranks)
             ]
+        if offload is not None:
+            ranks = [add_offloads(actions, offload) for actions in ranks]
         lowered = Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
         _check_streams(lowered, edges, receives, streams)
     return lowered

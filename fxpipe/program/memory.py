@@ -4,10 +4,11 @@ In:  the spans of a simulated step and the bytes of each kind of value.
 Out: for each rank a curve of `(time, bytes)`.
 
 A value lives on its rank from the start of the action that writes it to the end of
-the action that reads it last. Four things differ. Deferred weight work takes the
+the action that reads it last. Five things differ. Deferred weight work takes the
 place of the residual, so it starts when its BACKWARD_INPUT ends. A value that is sent
 lives until it is sent, and on the other rank from the posting of its receive (a
-buffer must be there). Weight gradients are one buffer per stage, which stays. What
+buffer must be there). A residual that is offloaded is away from the end of its OFFLOAD to
+the start of its RELOAD. Weight gradients are one buffer per stage, which stays. What
 nobody reads, such as the residual of a forward-only program, goes with its action.
 """
 
@@ -64,6 +65,9 @@ def memory_curves(
             here.append((start, costs.unsharded_bytes(action.stage)))
         elif kind is Kind.RESHARD:
             here.append((end, -costs.unsharded_bytes(action.stage)))
+        elif kind.is_offload:
+            held = costs.value_bytes(ValueKind.RESIDUAL, action.stage, action.stage)
+            here.append((end, -held) if kind is Kind.OFFLOAD else (start, held))
         elif kind.is_transfer:
             route = (kind, action.stage, action.peer)
             if route not in moved:

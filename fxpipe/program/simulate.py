@@ -6,9 +6,10 @@ Out: a `Timeline`.
 A lowered program is simulated exactly as it runs: each rank's thread takes its
 actions in order, SEND and RECV are posted to a stream, a stream carries one
 transfer at a time in posting order once both halves are posted, UNSHARD and
-REDUCE_GRAD run in order beside the thread, and a compute action waits for all
-that it reads. If the costs do not overlap transfers, a transfer occupies both of its
-ranks from the moment both are ready for it, and UNSHARD and REDUCE_GRAD hold their rank.
+REDUCE_GRAD run in order beside the thread, OFFLOAD and RELOAD likewise on the link to the
+host, and a compute action waits for all that it reads. If the costs do not overlap
+transfers, a transfer occupies both of its ranks from the moment both are ready for it, and
+UNSHARD and REDUCE_GRAD hold their rank.
 
 A compute-only program is simulated with every transfer on its own: a value
 takes its transfer time from the end of its producer and waits for nothing else. If
@@ -103,19 +104,25 @@ class _Simulation(Dispatch):
         self._queue_free: dict[QueueKey, _Moment] = {}
         self._collectives: list[_Moment] = [_START] * program.num_ranks
         self._unsharded: dict[int, _Moment] = {}
+        self._host: list[_Moment] = [
+            _START
+        ] * program.num_ranks  # when its link to the host is free
+        self._reloaded: dict[tuple[int, int | None], _Moment] = {}
         self._made_by: dict[int, Place] = {}
         # What each rank did until it was free.
         self._last: list[Place] = [_NOWHERE] * program.num_ranks
 
     def choose(self, rank: int, now: float) -> Action | None:
-        """The next action of the program; one that computes only once its stage is unsharded."""
+        """The next action of the program; one that computes waits for parameters and residuals."""
         actions, at = self._program.ranks[rank], self.position[rank]
         if at == len(actions):
             return None
         action = actions[at]
-        if self._unsharded and (action.kind.is_compute or action.parts):
+        if (self._unsharded or self._reloaded) and (action.kind.is_compute or action.parts):
             for part in action.parts or (action,):
                 self._occupy(rank, self._unsharded.get(part.stage, _START))
+                if part.kind.is_backward:
+                    self._occupy(rank, self._reloaded.get((part.stage, part.microbatch), _START))
         return action
 
     def _occupy(self, rank: int, until: _Moment) -> None:
@@ -166,10 +173,20 @@ class _Simulation(Dispatch):
         return self.free_at[rank]
 
     def handle(self, rank: int, position: int, now: float) -> float:
-        """UNSHARD and REDUCE_GRAD run in order beside the rank, or hold it up."""
+        """UNSHARD and REDUCE_GRAD run in order beside the rank, or hold it up.
+
+        Copies to and from the host run in order beside both.
+        """
         action, place = self._program.ranks[rank][position], (rank, position)
         if action.kind is Kind.RESHARD:
             self._add(place, now, now, self._last[rank])
+            return now
+        if action.kind.is_offload:
+            start = max((now, self._last[rank]), self._host[rank])
+            self._host[rank] = (start[0] + self._costs.offload(action.stage), place)
+            self._add(place, start[0], self._host[rank][0], start[1])
+            if action.kind is Kind.RELOAD:
+                self._reloaded[action.stage, action.microbatch] = self._host[rank]
             return now
         took = self._costs.unshard if action.kind is Kind.UNSHARD else self._costs.reduce_grad
         start = max((now, self._last[rank]), self._collectives[rank])

@@ -48,7 +48,7 @@ def parse_action(text: str) -> Action:
     kind = _KINDS[match["kind"]]
     stage = int(match["stage"])
     has_microbatch = match["microbatch"] is not None
-    if has_microbatch != (kind.is_compute or kind.is_transfer):
+    if has_microbatch != (kind.is_compute or kind.is_transfer or kind.is_offload):
         raise ScheduleError(
             f"{text!r}: {kind.text} is for a whole stage, expected {stage}{kind.text}"
             if has_microbatch

@@ -55,6 +55,8 @@ class Schedule:
         boundary_dtype: what wider floating-point values travel as between ranks, such as
             torch.bfloat16: half the bytes, and gradients rounded accordingly.
         max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
+        offload: move what a forward keeps to host memory where its backward is more than so many
+            compute actions of the rank away; at least 2.
         tied: parameters that hand-written stages share, as lists of (stage, name).
     """
 
@@ -74,6 +76,7 @@ class Schedule:
         receives: str = "early",
         boundary_dtype: torch.dtype | None = None,
         max_unsharded: int = 3,
+        offload: int | None = None,
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
         self._stages = stage_list(stages)
@@ -90,6 +93,7 @@ class Schedule:
             receives=receives,
             boundary_dtype=floating_dtype(boundary_dtype),
             max_unsharded=max_unsharded,
+            offload=offload,
             tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )
         self._program: Program | None = None

@@ -324,5 +324,5 @@ def test_costs_answer_for_every_kind():
 
     assert [costs.compute(kind, 0) for kind in Kind if kind.is_compute] == [1, 5, 2, 3]
     assert (costs.unshard(0), costs.reduce_grad(0), costs.unsharded_bytes(0)) == (4, 5, 8)
-    assert [costs.value_bytes(kind, 0, 0) for kind in ValueKind] == [0, 0, 6, 6, 7]
+    assert [costs.value_bytes(kind, 0, 0) for kind in ValueKind] == [0, 0, 6, 6, 7, 0]
     assert StageCosts((StageCost(1, 2, 3, backward=4),)).compute(Kind.BACKWARD, 0) == 4

@@ -32,12 +32,13 @@ class Census:
     `work[kind][stage * num_microbatches + microbatch]` counts compute actions, also
     those inside pairs. `messages[rank][other]` lists the numbers of the values that
     the rank exchanges with another, sends and receives alike, in its own order.
-    `parameter_actions` are all UNSHARD, RESHARD and REDUCE_GRAD.
+    `parameter_actions` are all UNSHARD, RESHARD and REDUCE_GRAD, `offloads` all OFFLOAD and RELOAD.
     """
 
     work: tuple[list[int], ...]
     messages: tuple[tuple[list[int], ...], ...]
     parameter_actions: tuple[Step, ...]
+    offloads: tuple[Step, ...]
 
     @property
     def has_backward(self) -> bool:
@@ -54,6 +55,7 @@ def take_census(program: Program, numbering: Numbering) -> tuple[Census, list[Fa
         tuple([] for _ in range(program.num_ranks)) for _ in range(program.num_ranks)
     )
     parameter_actions: list[Step] = []
+    offloads: list[Step] = []
     faults: list[Fault] = []
     for rank, actions in enumerate(program.ranks):
         own_stages = frozenset(program.placement.stages_of(rank))
@@ -78,11 +80,12 @@ def take_census(program: Program, numbering: Numbering) -> tuple[Census, list[Fa
                 for fault, message in explained
             ]
             if not explained and not parts:
-                parameter_actions.append(Step(rank, position, cast(Action, action)))
+                others = offloads if kind.is_offload else parameter_actions
+                others.append(Step(rank, position, cast(Action, action)))
             elif not explained:
                 for part in cast(Sequence[_Row], parts):
                     work[part[0]][part[1] * num_microbatches + part[2]] += 1
-    return Census(work, messages, tuple(parameter_actions)), faults
+    return Census(work, messages, tuple(parameter_actions), tuple(offloads)), faults
 
 
 def _explain(
@@ -100,7 +103,7 @@ def _explain(
     owner = program.placement.stage_to_rank[stage]
     if owner != rank:
         yield FaultKind.WRONG_RANK, f"stage {stage} is on rank {owner}"
-    if kind.is_compute or kind.is_transfer:
+    if kind.is_compute or kind.is_transfer or kind.is_offload:
         if not isinstance(microbatch, int):
             yield FaultKind.MALFORMED, "needs a microbatch"
         elif not 0 <= microbatch < program.num_microbatches:

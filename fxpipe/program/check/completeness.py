@@ -7,7 +7,8 @@ Complete means: each stage has one forward for each microbatch, and either no st
 has a backward (evaluation) or each has one B, or one I and one W, for each
 microbatch. A lowered program moves each value that changes rank exactly once.
 If any stage is reduced, all are, once, after their last weight gradient. If any
-stage is unsharded, each computes only while unsharded and ends resharded.
+stage is unsharded, each computes only while unsharded and ends resharded. A residual that is
+offloaded is reloaded before its backward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fxpipe.program.check.faults import Fault, FaultKind
 from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.program import Program, Step
 
-__all__ = ["check_parameters", "check_size", "check_transfers", "check_work"]
+__all__ = ["check_offloads", "check_parameters", "check_size", "check_transfers", "check_work"]
 
 
 def check_size(program: Program) -> Iterator[Fault]:
@@ -228,6 +229,36 @@ def check_parameters(program: Program, census: Census) -> Iterator[Fault]:
             yield from _check_sharding(program, rank)
         if reductions:
             yield from _check_reductions(program, rank, [s for s in reductions if s.rank == rank])
+
+
+def check_offloads(program: Program, census: Census) -> Iterator[Fault]:
+    """Residuals that are offloaded or reloaded where they are not, or missed by their backward."""
+    for rank in {step.rank for step in census.offloads}:
+        where: dict[tuple[int, int | None], str] = {}
+        for position, action in enumerate(program.ranks[rank]):
+            for part in action.parts or (action,):
+                key, kind = (part.stage, part.microbatch), part.kind
+                needed = _RESIDUAL_MUST_BE.get(kind)
+                found = where.get(key, "not made yet")
+                if needed is not None and found != needed:
+                    message = f"its residual is {found} here, and must be {needed}"
+                    yield Fault(FaultKind.OFFLOAD, rank, position, part, message)
+                where[key] = _RESIDUAL_BECOMES.get(kind, found)
+
+
+_RESIDUAL_BECOMES = {
+    Kind.FORWARD: "on the device",
+    Kind.OFFLOAD: "on the host",
+    Kind.RELOAD: "on the device",
+    Kind.BACKWARD: "used up",
+    Kind.BACKWARD_INPUT: "used up",
+}
+_RESIDUAL_MUST_BE = {
+    Kind.OFFLOAD: "on the device",
+    Kind.RELOAD: "on the host",
+    Kind.BACKWARD: "on the device",
+    Kind.BACKWARD_INPUT: "on the device",
+}
 
 
 def _check_sharding(program: Program, rank: int) -> Iterator[Fault]:

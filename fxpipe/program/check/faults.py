@@ -30,6 +30,7 @@ class FaultKind(enum.Enum):
     UNMATCHED_TRANSFER = "unmatched transfer"
     DOUBLED_TRANSFER = "doubled transfer"
     PARAMETERS = "parameter handling"
+    OFFLOAD = "offloading"
     MESSAGE_ORDER = "message order"
     READ_BEFORE_WRITE = "read before write"
     STALL = "stall"

@@ -36,6 +36,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
 from fxpipe.program.check.census import Census, take_census
 from fxpipe.program.check.completeness import (
+    check_offloads,
     check_parameters,
     check_size,
     check_transfers,
@@ -96,6 +97,7 @@ def check_contents(
         *check_work(program, census),
         *check_transfers(program, numbering, census),
         *check_parameters(program, census),
+        *check_offloads(program, census),
     ]
     return tuple(faults) or tuple(_check_message_order(program, numbering, census, streams))
 

@@ -28,6 +28,7 @@ class Options:
     receives: Any = "early"
     boundary_dtype: torch.dtype | None = None
     max_unsharded: int = 3
+    offload: int | None = None
     tied: tuple[Any, ...] = ()
 
 

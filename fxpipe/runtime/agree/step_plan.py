@@ -162,6 +162,7 @@ class PlanMaker:
             "boundary_dtype": options.boundary_dtype,
             "streams": self.streams,
             "max_unsharded": options.max_unsharded,
+            "offload": options.offload,
             "tied": [[list(at) for at in shared.locations] for shared in options.tied],
             "program": hashlib.sha256(str(program).encode()).hexdigest()[:12],
             **self.front.facts(),
@@ -408,7 +409,11 @@ class PlanMaker:
         boundaries = [interfaces.boundaries[shape] for shape in shape_of]
         edges = boundaries[0].edges()
         runners = {
-            index: StageRunner(stage, _split_microbatches(lowered, index))
+            index: StageRunner(
+                stage,
+                _microbatches(lowered, index, Kind.BACKWARD_WEIGHT),
+                _microbatches(lowered, index, Kind.OFFLOAD),
+            )
             for index, stage in self.stages.items()
         }
         for index, runner in runners.items():
@@ -464,6 +469,7 @@ class PlanMaker:
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
             reduce_grad=any(brief["reduces"] for brief in briefs) and training,
             max_unsharded=self.options.max_unsharded if shards and training else None,
+            offload=self.options.offload if training else None,
             streams=self.streams,
         )
 
@@ -505,12 +511,12 @@ def _of_tied(p: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...],
     return p.requires_grad, p.dtype, tuple(ties.local(p).shape), p.is_meta
 
 
-def _split_microbatches(program: Program, stage: int) -> frozenset[int]:
-    """Microbatches whose backward comes in two halves on this stage."""
+def _microbatches(program: Program, stage: int, kind: Kind) -> frozenset[int]:
+    """Microbatches for which the program has such an action on this stage."""
     actions: Sequence[Action] = program.ranks[program.placement.stage_to_rank[stage]]
     return frozenset(
         part.microbatch
         for action in actions
         for part in action.parts or (action,)
-        if part.kind is Kind.BACKWARD_WEIGHT and part.stage == stage and part.microbatch is not None
+        if part.kind is kind and part.stage == stage and part.microbatch is not None
     )

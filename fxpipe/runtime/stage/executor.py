@@ -198,6 +198,8 @@ class Executor:
         if kind is Kind.REDUCE_GRAD:
             return runner.sync.reduce
         assert microbatch is not None
+        if kind.is_offload:
+            return partial(runner.offload if kind is Kind.OFFLOAD else runner.reload, microbatch)
         if kind is Kind.BACKWARD_WEIGHT:
             return partial(runner.backward_weight, microbatch)
         compute = {

@@ -32,6 +32,7 @@ from fxpipe.runtime.stage.backward import (
 )
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
+from fxpipe.runtime.stage.offload import SavedTensors
 from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.torch_inside import pytree
@@ -75,12 +76,15 @@ class _Residual:
     term: LossTerm | None
     aux: list[torch.Tensor]
     deferral: Deferral | None
+    saved: SavedTensors | None
 
 
 class StageRunner:
     """One stage's computation over the microbatches of a step."""
 
-    def __init__(self, stage: Stage, split: frozenset[int]) -> None:
+    def __init__(
+        self, stage: Stage, split: frozenset[int], offloaded: frozenset[int] = frozenset()
+    ) -> None:
         self.stage = stage
         self.module = stage.submod
         self.device = stage.device
@@ -90,6 +94,7 @@ class StageRunner:
         # A module with a dw_builder leaves its weight gradients undone by itself.
         defers = stage.dw_builder is None and can_defer(stage.submod)
         self._split = split if defers else frozenset()
+        self._offloaded = offloaded
         if split and stage.dw_builder is None and not defers and id(stage) not in _TOLD:
             _TOLD[id(stage)] = stage
             _LOG.warning(
@@ -136,7 +141,13 @@ class StageRunner:
         deferral = Deferral() if step.is_training and microbatch in self._split else None
         args, kwargs = self._args[microbatch], self._kwargs[microbatch]
         context = forward_context(self.stage, microbatch)
-        with collect_aux_losses() as aux, context, deferral or nullcontext():
+        saved = SavedTensors(self.device) if microbatch in self._offloaded else None
+        with (
+            collect_aux_losses() as aux,
+            context,
+            deferral or nullcontext(),
+            saved or nullcontext(),
+        ):
             output = self._front.call(self.module, received, wiring.incoming, args, kwargs)
         del received
         term = None
@@ -151,9 +162,23 @@ class StageRunner:
             self._check_fresh(microbatch, sent)
             roots = [_root(tensor) if tensor.requires_grad else None for tensor in sent]
             refs = [weakref.ref(tensor) for tensor in sent if tensor.requires_grad]
-            self._residuals[microbatch] = _Residual(roots, refs, slots, term, aux.terms, deferral)
+            self._residuals[microbatch] = _Residual(
+                roots, refs, slots, term, aux.terms, deferral, saved
+            )
         own = [_own(tensor) for tensor in sent]
         return [[own[i] for i in places] for places in wiring.departure]
+
+    def offload(self, microbatch: int) -> None:
+        """Move what the forward of a microbatch keeps to the host."""
+        saved = self._residuals[microbatch].saved
+        assert saved is not None
+        saved.offload()
+
+    def reload(self, microbatch: int) -> None:
+        """Move it back."""
+        saved = self._residuals[microbatch].saved
+        assert saved is not None
+        saved.reload()
 
     def backward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
         made, rest = self._backward(microbatch, arrived)

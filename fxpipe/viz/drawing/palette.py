@@ -27,7 +27,7 @@ class Look:
 
 
 _FORWARD, _BACKWARD, _INPUT, _WEIGHT = "#56b4e9", "#d55e00", "#e69f00", "#009e73"
-_TRANSFER, _PARAMETERS = "#cc79a7", "#d6c72b"
+_TRANSFER, _PARAMETERS, _HOST = "#cc79a7", "#d6c72b", "#8f9aa6"
 
 LOOKS: dict[Kind, Look] = {
     Kind.FORWARD: Look("F", "forward", _FORWARD, ""),
@@ -42,6 +42,8 @@ LOOKS: dict[Kind, Look] = {
     Kind.RESHARD: Look("R", "reshard", _PARAMETERS, ""),
     Kind.REDUCE_GRAD: Look("G", "reduce gradients", _PARAMETERS, "cross"),
     Kind.OVERLAP: Look("P", "pair", _FORWARD, ""),
+    Kind.OFFLOAD: Look("O", "offload to the host", _HOST, ""),
+    Kind.RELOAD: Look("L", "reload from the host", _HOST, "cross"),
 }
 
 

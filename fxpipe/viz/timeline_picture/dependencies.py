@@ -24,20 +24,20 @@ def find_dependencies(
     here: dict[tuple[int, Value], int] = {}
     made: dict[Value, int] = {}
     sent: dict[Value, int] = {}
-    for index, (rank, action, _, _) in enumerate(spans):
-        for value in writes(action, edges):
-            here[rank, value] = index
-            if not action.kind.is_recv:
-                made[value] = index
+    for index, (_, action, _, _) in enumerate(spans):
+        if not action.kind.is_recv:
+            made.update((value, index) for value in writes(action, edges))
         if action.kind.is_send:
             sent.update((value, index) for value in reads(action, edges))
     found: list[tuple[int, ...]] = []
-    for rank, action, _, _ in spans:
+    for index, (rank, action, _, _) in enumerate(spans):
         if action.kind.is_recv:
             sources = [sent.get(value) for value in writes(action, edges)]
         else:
             sources = [here.get((rank, v), made.get(v)) for v in reads(action, edges)]
         found.append(tuple(dict.fromkeys(i for i in sources if i is not None)))
+        # A residual that comes back from the host is written once more.
+        here.update(((rank, value), index) for value in writes(action, edges))
     return tuple(found)
 
 

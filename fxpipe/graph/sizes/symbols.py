@@ -71,6 +71,10 @@ def _group_name(
     is_sequence = any(not tensor.is_floating_point() or tensor.dim() == 3 for _, tensor in members)
     if dim == 1 and is_sequence and "sequence" not in taken:
         return "sequence"
+    name = {2: "height", 3: "width"}.get(dim, "")
+    is_image = all(tensor.is_floating_point() and tensor.dim() == 4 for _, tensor in members)
+    if name and is_image and name not in taken:
+        return name
     path, _ = members[0]
     stem = "_".join(str(key) for _, key in path)
     return f"{stem}_{dim}"

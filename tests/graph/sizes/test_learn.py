@@ -121,14 +121,14 @@ def test_the_example_fits_the_conditions_of_its_own_trace() -> None:
 
 
 def test_the_skips_of_a_unet() -> None:
-    # Six runs used to fit (image_2 - 4)//6 as well as image_2//8, and the first won.
+    # Six runs used to fit (height - 4)//6 as well as height//8, and the first won.
     args, kwargs = unet.example_inputs(2)
 
     pipe = pipeline(unet.build(), args, kwargs, split_spec=split_spec(unet, 2))
 
     assert [str(sent.port.spec) for sent in pipe.interfaces[0].sent] == [
-        "float32[batch, 8, image_2, image_3]",
-        "float32[batch, 16, (image_2//2), (image_3//2)]",
-        "float32[batch, 32, (image_2//8), (image_3//8)]",
-        "float32[batch, 32, (image_2//4), (image_3//4)]",
+        "float32[batch, 8, height, width]",
+        "float32[batch, 16, (height//2), (width//2)]",
+        "float32[batch, 32, (height//8), (width//8)]",
+        "float32[batch, 32, (height//4), (width//4)]",
     ]

@@ -12,13 +12,15 @@ JOBS   ?= 2
 SETUP  := PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) bash scripts/setup.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-full test-clients gpu-check bench zoo clean
+.PHONY: help setup demo check test test-full test-clients trust coverage gpu-check bench zoo clean
 
 help:
 	@echo "make demo       train a small GPT on two processes, beside the plain model"
 	@echo "make test       every check and test; TORCH=2.15.0 for another torch"
 	@echo "make test-full  the same with the whole grids (slow)"
-	@echo "make test-clients  torchtitan and Accelerate over fxpipe, in an environment of their own"
+	@echo "make test-clients  torchtitan, Accelerate and Lightning over fxpipe, in an environment of their own"
+	@echo "make trust      what users must be able to trust, on fxpipe and on torch"
+	@echo "make coverage   which Hugging Face architectures split; the table of docs/coverage.md"
 	@echo "make gpu-check  everything on the GPUs of this host, one report to send back"
 	@echo "make zoo        timm, torchvision, diffusers and others, split; the table of docs/coverage.md"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
@@ -53,12 +55,19 @@ CLIENTS := .venv-clients
 $(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
 	PYTHON=$(PYTHON) VENV=$(CLIENTS) TORCH=$(TORCH) bash scripts/setup.sh test
 	$(CLIENTS)/bin/python -m pip install --quiet triton datasets tyro einops tensorboard
-	$(CLIENTS)/bin/python -m pip install --quiet --no-deps torchtitan==0.2.2 torchdata accelerate spmd_types
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps torchtitan==0.2.2 torchdata accelerate spmd_types \
+		lightning lightning-utilities torchmetrics pytorch-lightning
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --target $(CLIENTS)/torchtitan-0.3.0 torchtitan==0.3.0
 	@touch $(CLIENTS)/.ready
 
 test-clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest -m clients
+
+trust: $(READY)
+	$(BIN)/python -m benchmarks.trust
+
+coverage: $(READY)
+	$(BIN)/python -m benchmarks.hf_coverage --jobs $(JOBS) --page docs/coverage.md
 
 gpu-check: $(READY)
 	$(BIN)/python -m benchmarks.gpu_check

@@ -1,11 +1,13 @@
 """Measure which models of a collection split, and with the right gradients.
 
 In:  a `Collection`: names of models and how to build each with example inputs.
-Out: a printed report, rows as JSON, and a section of a Markdown page.
+Out: a printed report, a log of JSON lines, and a section of a Markdown page.
 
 Work runs in child processes, a chunk of models each, so that a crash or a hang costs
-one model and not the run. Counted: how many of those that run eagerly pass everything,
-only at the traced sizes, or fail; and the reason for each that falls short.
+one model and not the run. With `--log` each result is written down as it comes, and a run
+that was interrupted goes on where it stopped, if the commit is still the same. Counted: how
+many of those that run eagerly pass everything, only at the traced sizes, or fail; and the
+reason for each that falls short.
 """
 
 import argparse
@@ -28,7 +30,8 @@ UNCUT = "have no blocks to cut between (--split auto cuts them)"
 SIZES = "pass, and refuse sizes or values other than those traced"
 FAIL = "fail"
 REFUSALS = ("PipeliningShapeError", "InputError")
-CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "length")
+CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "row", "length")
+SIZE_CHECKS = {"values", "batch", "row", "length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def measure(collection: Collection, description: str) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--chunk", type=int, default=40)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds per architecture")
-    parser.add_argument("--json", type=Path, help="also write all results here")
+    parser.add_argument("--log", type=Path, help="write each result here; go on from it")
     parser.add_argument("--page", type=Path, help="put the table into this Markdown page")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -59,16 +62,40 @@ def measure(collection: Collection, description: str) -> None:
         _work(collection, options)
         return
     rows = _measure(collection, options)
-    _save(options.json, rows)
     _print(rows, options.stages)
     if options.page is not None:
         put_table(options.page, collection, rows, options.stages)
 
 
-def _save(path: Path | None, rows: dict[str, Any]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1))
+def _commit() -> str:
+    """The commit of the code that is measured; a tree with changes is no commit."""
+    root = Path(__file__).parent
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty"]
+    return subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def _logged(options: argparse.Namespace) -> "Rows":
+    """Results of this commit that an interrupted run has left in the log."""
+    if options.log is None or not options.log.exists():
+        return {}
+    lines = map(json.loads, options.log.read_text().splitlines())
+    wanted = {str(count) for count in options.stages}
+    return {
+        line["model"]: line["results"]
+        for line in lines
+        if line["commit"] == _commit() and wanted <= line["results"].keys()
+    }
+
+
+def _log(options: argparse.Namespace, model: str, results: dict[str, dict[str, str]]) -> None:
+    line = json.dumps({"model": model, "commit": _commit(), "results": results})
+    print(line, file=sys.stderr, flush=True)
+    if options.log is not None:
+        options.log.parent.mkdir(parents=True, exist_ok=True)
+        with options.log.open("a") as log:
+            log.write(line + "\n")
 
 
 def _work(collection: Collection, options: argparse.Namespace) -> None:
@@ -97,10 +124,11 @@ Rows = dict[str, dict[str, dict[str, str]]]
 
 def _measure(collection: Collection, options: argparse.Namespace) -> Rows:
     types = options.types or list(collection.names())
+    rows = _logged(options)
+    left = [name for name in types if name not in rows]
     chunks: queue.Queue[list[str]] = queue.Queue()
-    for start in range(0, len(types), options.chunk):
-        chunks.put(types[start : start + options.chunk])
-    rows: Rows = {}
+    for start in range(0, len(left), options.chunk):
+        chunks.put(left[start : start + options.chunk])
 
     def drain() -> None:
         while True:
@@ -111,7 +139,6 @@ def _measure(collection: Collection, options: argparse.Namespace) -> Rows:
             while chunk:
                 chunk = _run_chunk(collection.module, chunk, options, rows)
             print(f"{len(rows)} of {len(types)}", file=sys.stderr)
-            _save(options.json, rows)
 
     threads = [threading.Thread(target=drain) for _ in range(options.jobs)]
     for thread in threads:
@@ -157,12 +184,13 @@ def _run_chunk(module: str, chunk: list[str], options: argparse.Namespace, rows:
         if "done" in message:
             rows[message["done"]] = message["results"]
             left.remove(message["done"])
-            print(json.dumps({message["done"]: message["results"]}), file=sys.stderr)
+            _log(options, message["done"], message["results"])
     child.wait()
     if left and (reason or child.returncode):
         last = " | ".join(line.strip() for line in errors[-3:])
         fault = reason or f"the process ended with {child.returncode}: {last[:300]}"
         rows[current] = {str(count): {"eager": fault} for count in options.stages}
+        _log(options, current, rows[current])
         left.remove(current)
     return left if reason or child.returncode else []
 
@@ -183,7 +211,7 @@ def classified(runs: dict[str, dict[str, str]]) -> dict[str, list[str]]:
             found[UNCUT].append(name)
         elif not failed:
             found[WHOLE].append(name)
-        elif refused and failed.keys() <= {"values", "batch", "length"}:
+        elif refused and failed.keys() <= SIZE_CHECKS:
             found[SIZES].append(name)
         else:
             found[FAIL].append(name)
@@ -232,8 +260,6 @@ def put_table(page: Path, collection: Collection, rows: Rows, stages: list[int])
 def _table(collection: Collection, rows: Rows, stages: list[int]) -> list[str]:
     from importlib.metadata import version
 
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     used = ", ".join(f"{name} {version(name)}" for name in ("torch", *collection.packages))
     found = {}
     for count in stages:
@@ -241,7 +267,7 @@ def _table(collection: Collection, rows: Rows, stages: list[int]) -> list[str]:
         runs = {name: row for name, row in of_count.items() if row.get("eager") == "ok"}
         found[count] = (len(of_count), len(runs), classified(runs), runs)
     lines = [
-        f"One run of `python -m {collection.module}` at commit {commit}: {used}.",
+        f"One run of `python -m {collection.module}` at commit {_commit()}: {used}.",
         "",
         "| | " + " | ".join(f"{count} stages" for count in stages) + " |",
         "|---|" + "---|" * len(stages),

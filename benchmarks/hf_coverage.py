@@ -2,7 +2,7 @@
 
     python -m benchmarks.hf_coverage                     every model type, 2 and 4 stages
     python -m benchmarks.hf_coverage llama t5 --stages 2
-    python -m benchmarks.hf_coverage --split auto --jobs 2 --json out/coverage.json
+    python -m benchmarks.hf_coverage --split auto --jobs 2 --log out/coverage.jsonl
     python -m benchmarks.hf_coverage --page docs/coverage.md
 
 Each architecture has a tiny random configuration; nothing is downloaded.

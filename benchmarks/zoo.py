@@ -2,7 +2,7 @@
 
     make zoo                                          everything, into docs/coverage.md
     python -m benchmarks.zoo timm/resnet18 --stages 2
-    python -m benchmarks.zoo --json out/zoo.json
+    python -m benchmarks.zoo --log out/zoo.jsonl
 
 timm, torchvision, diffusers, x-transformers, open_clip, peft and others, with random weights
 and small sizes; nothing is downloaded. They live in a virtualenv of their own, see the Makefile.

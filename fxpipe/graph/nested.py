@@ -58,6 +58,8 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
     torch.memory_format, slice, type(Ellipsis), type, range,
 )  # fmt: skip
+_NUMBERS = (torch.Tensor, *SYMBOLIC)
+_SLICE = (("attr", "start"), ("attr", "stop"), ("attr", "step"))
 _DEEPEST = 12
 
 
@@ -81,6 +83,8 @@ def branch(value: Any) -> Branch | None:
         return Branch(_items(keys), tuple(value.values()), _dict_maker(keys), True)
     if kind is torch.Size and any(isinstance(size, torch.SymInt) for size in value):
         return Branch(_items(range(len(value))), tuple(value), _size, False)
+    if kind is slice and any(isinstance(end, _NUMBERS) for end in _ends(value)):
+        return Branch(_SLICE, _ends(value), lambda ends: slice(*ends), False)
     if kind is types.FunctionType and has_tensor(value):
         return _closure(value)
     if isinstance(value, _ATOMS) or getattr(kind, "is_atom", False):
@@ -99,6 +103,10 @@ def branch(value: Any) -> Branch | None:
     if hasattr(value, "__dict__") and has_tensor(value):
         return _attributes(value, tuple(vars(value)))
     return None
+
+
+def _ends(value: slice) -> tuple[Any, ...]:
+    return (value.start, value.stop, value.step)
 
 
 def is_atom(value: Any) -> bool:
@@ -134,9 +142,11 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
 
 def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bool:
     """Say whether a tensor or a symbolic number is anywhere inside a value."""
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)) or getattr(type(value), "is_atom", False):
+    if isinstance(value, _NUMBERS) or getattr(type(value), "is_atom", False):
         return True
     seen = set() if _seen is None else _seen
+    if isinstance(value, slice):
+        return any(isinstance(end, _NUMBERS) for end in _ends(value))
     is_closure = type(value) is types.FunctionType and bool(value.__closure__)
     if _depth > _DEEPEST or id(value) in seen:
         return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import pipe_split, pipeline
-from fxpipe.graph.nested import branch, map_leaves, walk
+from fxpipe.graph.nested import branch, has_tensor, map_leaves, walk
 from tests.parity import assert_parity
 
 IDS = torch.randint(8, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -108,3 +108,11 @@ def test_function_that_calls_itself_is_a_constant() -> None:
         return tensor if depth == 0 else again(depth - 1)
 
     assert branch(again) is None
+
+
+def test_a_slice_that_ends_at_a_tensor_is_taken_apart():
+    end = torch.tensor(3)
+
+    assert [leaf for _, leaf in walk((..., slice(None, end)))] == [..., None, end, None]
+    assert map_leaves(lambda leaf: 3 if leaf is end else leaf, slice(None, end)) == slice(None, 3)
+    assert has_tensor(slice(end)) and not has_tensor(slice(3))

@@ -72,11 +72,11 @@ class MaskCall(GraphCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
-    def shown(self, args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors among the arguments whose values do not matter."""
+    def shown(self, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the tensors among the arguments, or their nodes, whose values do not matter."""
         bound = inspect.signature(self._function).bind_partial(*args, **kwargs).arguments
         found = [bound.get(name) for name in _SHOWN]
-        return [value for value in found if isinstance(value, torch.Tensor)]
+        return [value for value in found if isinstance(value, (torch.Tensor, fx.Node))]
 
     @property
     def whole(self) -> MaskCall:

@@ -280,8 +280,7 @@ class ExampleValues:
             if node not in needed and node not in done:
                 self._check(node)
                 needed.add(node)
-                if not _asks_for_size(node):
-                    stack.extend(node.all_input_nodes)
+                stack.extend(set(node.all_input_nodes) - _sizes_only(node))
         return needed
 
     def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, Any]) -> Any:
@@ -314,8 +313,8 @@ class ExampleValues:
                 raise NoValueError
             return buffer.clone()
         values = self._sizes_at(scale)
-        if _asks_for_size(node):
-            done = {**done, **{s: self._blank(s, values) for s in node.all_input_nodes}}
+        blanks = {source: self._blank(source, values) for source in _sizes_only(node)}
+        done = {**done, **blanks} if blanks else done
         args, kwargs = self._arguments((node.args, node.kwargs), values, done)
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -390,8 +389,12 @@ _LIKE = {
 }  # fmt: skip
 
 
-def _asks_for_size(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", node.target) in _LIKE
+def _sizes_only(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes of which another reads size, dtype and device, and no value."""
+    if isinstance(node.target, MaskCall):
+        return {s for s in node.target.shown(node.args, node.kwargs) if isinstance(s, fx.Node)}
+    is_like = getattr(node.target, "__name__", node.target) in _LIKE
+    return set(node.all_input_nodes) if is_like else set()
 
 
 def _is_count(args: Any) -> bool:

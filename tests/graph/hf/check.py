@@ -5,8 +5,9 @@ Out: a `Report`: per check "ok", "skip: ..." (the plain model cannot do it), or 
      reason why the split model differs.
 
 Checks: `trace`; `eval` and `train` (same inputs, same RNG); `values` (other inputs);
-`batch` (other batch size); `length` (other sequence length); `state` (the stages hold
-exactly the model's state under its names). `eager` says whether the plain model
+`batch` (other batch size); `row` (one row); `length` (other sequence length); `state` (the
+stages hold exactly the model's state under its names). Each comparison includes the calls of
+the attention kernel: sizes, mask, flags. `eager` says whether the plain model
 runs at all: nothing else is measured if it does not.
 """
 
@@ -23,12 +24,13 @@ from torch import nn
 from fxpipe import SplitPoint, pipeline
 from tests.graph.hf.cuts import cuts
 from tests.graph.hf.inputs import Shape
+from tests.graph.hf.kernels import KernelCalls
 from tests.graph.hf.registry import Case
 from tests.parity import assert_same, run, stage_state
 
 __all__ = ["CHECKS", "Report", "check"]
 
-CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "length")
+CHECKS = ("eager", "trace", "state", "eval", "train", "values", "batch", "row", "length")
 TEXT = ("text", "seq2seq", "image_text")
 
 
@@ -88,16 +90,20 @@ def _measure(case: Case, num_stages: int, split: str, report: Report) -> None:
         for stage in pipe.stages:
             stage.module.train(training)
         try:
-            expected = run(plain, (), inputs, seed=shape.seed)
+            with KernelCalls() as wanted:
+                expected = run(plain, (), inputs, seed=shape.seed)
         except Exception as error:
             raise _NotApplicableError(_reason(error)) from error
-        found = run(pipe, (), inputs, seed=shape.seed)
+        with KernelCalls() as ours:
+            found = run(pipe, (), inputs, seed=shape.seed)
         assert_same(expected, found, tolerance=1e-5)
+        assert ours.calls == wanted.calls, f"attention calls {ours.calls}, wanted {wanted.calls}"
 
     _attempt(report, "eval", lambda: compare(base, False))
     _attempt(report, "train", lambda: compare(base, True))
     _attempt(report, "values", lambda: compare(Shape(seed=7, dtype=dtype), True))
     _attempt(report, "batch", lambda: compare(Shape(batch=3, seed=1, dtype=dtype), True))
+    _attempt(report, "row", lambda: compare(Shape(batch=1, seed=3, dtype=dtype), True))
     if case.kind in TEXT or case.kind is None:
         _attempt(report, "length", lambda: compare(Shape(length=11, seed=2, dtype=dtype), True))
 

@@ -74,7 +74,7 @@ FULL = _names(
     chinese_clip_vision_model clip_text_model clip_vision_model clipseg codegen cohere2
     cohere2_moe cohere2_vision cohere_asr conditional_detr convbert convnextv2 cosmos3_edge_text
     ctrl cvt cwm dac data2vec-audio data2vec-text data2vec-vision dbrx deberta deberta-v2
-    decision_transformer deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
+    decision_transformer deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
     deformable_detr depth_anything detr diffllama dinov2 dinov2_with_registers dinov3_convnext
     dinov3_vit doge donut-swin dots1 dpr dpt efficientnet embedding_gemma2 embedding_gemma2_text
     encodec encoder-decoder ernie ernie4_5 ernie4_5_moe esm esmc eurobert evolla exaone4
@@ -102,7 +102,7 @@ FULL = _names(
     speech-encoder-decoder speech_to_text speecht5 stablelm swiftformer swin swinv2
     switch_transformers t5gemma t5gemma2 table-transformer tapas timesformer tipsv2 trocr
     ultrabert ultravbert umt5 unispeech unispeech-sat vaultgemma vibevoice_asr video_llava
-    videomae videoprism_vision_model vilt vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer
+    videomae videoprism_vision_model vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer
     wavlm xglm xlm-roberta-xl xlstm xmod yolos yoso youtu zamba zamba2 zaya
     """
 )
@@ -119,7 +119,7 @@ FULL_IN_FOUR = _names(
 
 FIXED_SIZES = _names(
     """
-    bamba mamba2
+    bamba mamba2 deepseek_v2 vilt
     cosmos3_omni cpmant exaone4_5 flaubert funnel gemma3 glm46v glm4v hyperclovax_vision_v2
     idefics2 idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
     nemotron3_5_asr nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl

@@ -49,7 +49,7 @@ def test_other_sizes_are_right_or_refused(model_type):
     # they must be right; with others a clear refusal is allowed, a wrong result is not.
     failures = measured(model_type, 2).failures
 
-    assert set(failures) <= {"values", "batch", "length"}
+    assert set(failures) <= {"values", "batch", "row", "length"}
     assert all(
         reason.startswith(("PipeliningShapeError", "InputError")) for reason in failures.values()
     )

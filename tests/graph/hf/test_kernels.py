@@ -8,39 +8,22 @@ goes. Outputs and gradients are equal, and so is each call of the kernel: sizes,
 import pytest
 import torch
 import transformers
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fxpipe import SplitPoint, pipeline
 from tests.graph.hf.cuts import cuts
 from tests.graph.hf.inputs import Shape
+from tests.graph.hf.kernels import KernelCalls
 from tests.graph.hf.known import FULL, IN_FOUR, IN_TWO
 from tests.graph.hf.registry import case
 from tests.parity import assert_same, run
 
-ATTENTION = nn.functional.scaled_dot_product_attention
 DECODERS = sorted(
     name
     for name in {*FULL, *IN_FOUR, *IN_TWO}
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and case(name).kind == "text"
 )
 SAMPLE = ["llama", "gpt2", "opt", "qwen3_moe", "gpt_oss", "xglm"]
-
-
-class KernelCalls(TorchFunctionMode):
-    """Writes down every call of the attention kernel, with sizes in place of tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is ATTENTION:
-            given = [*args, *(kwargs[name] for name in sorted(kwargs))]
-            self.calls.append([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given])
-        return func(*args, **kwargs)
 
 
 def built(name, attention):

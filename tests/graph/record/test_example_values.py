@@ -271,3 +271,25 @@ def test_asking_whether_a_size_is_zero_does_not_fix_it() -> None:
     pipe = pipeline(model, (rows(3),))
 
     assert_parity(plain, pipe, (rows(5, seed=1),))
+
+
+class CropsByAnInput(TwoParts):
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        x = self.first(x)
+        x = torch.cat([row[..., : size[0] // 2, :] for row, size in zip(x, sizes, strict=True)])
+        pipe_split()
+        return self.last(x)
+
+
+def test_the_end_of_a_slice_follows_the_example() -> None:
+    # Pixtral crops each image so. The tensor was not found inside of the slice, and the
+    # example's value never computed.
+    model = CropsByAnInput()
+    plain = copy.deepcopy(model)
+    sizes = torch.tensor([[4], [6]])
+
+    pipe = pipeline(model, (rows(12).view(2, 6, 4), sizes))
+
+    assert_parity(plain, pipe, (rows(12, seed=1).view(2, 6, 4), sizes))
+    with pytest.raises(InputError, match="size"):
+        pipe(rows(12).view(2, 6, 4), torch.tensor([[2], [6]]))

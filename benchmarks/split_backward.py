@@ -20,13 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from fxpipe.runtime.stage.backward import (
-    Deferral,
-    backward_full,
-    backward_input,
-    backward_weight,
-    receive,
-)
+from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.stage.engine import run_backward
+from fxpipe.runtime.stage.received import receive
 
 __all__ = ["main"]
 
@@ -92,7 +88,7 @@ def whole(module: nn.Module, x: Tensor, grad: Tensor) -> Times:
     (value,), slots = receive([x], [True])
     output = module(value)
     middle = time.process_time()
-    backward_full([output], [grad])
+    run_backward([output], [grad])
     end = time.process_time()
     assert slots.take(0) is not None
     return end - middle, end - start
@@ -105,8 +101,8 @@ def ours(module: nn.Module, x: Tensor, grad: Tensor) -> Times:
     with deferral:
         output = module(value)
     middle = time.process_time()
-    backward_input([output], [grad], deferral)
-    backward_weight(deferral)
+    deferral.backward([output], [grad])
+    deferral.run()
     end = time.process_time()
     assert slots.take(0) is not None
     return end - middle, end - start

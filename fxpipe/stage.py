@@ -24,7 +24,7 @@ from torch import nn
 
 from fxpipe.chunk_calls import ChunkCalls
 from fxpipe.errors import InputError
-from fxpipe.runtime.stage.stage_kind import Front, ManualFront, PipelineStageInfo, TracedFront
+from fxpipe.runtime.stage.stage_kind import Front, PipelineStageInfo, TracedFront
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class PipelineStage(_PipelineStageBase):
         self.dw_builder = dw_builder
         self.forward_contexts = OrderedDict()
         self._doing = {}
-        self.front: Front = ManualFront(_as_tuple(input_args), _as_tuple(output_args))
+        self.front = Front(_as_tuple(input_args), _as_tuple(output_args))
 
     @property
     def group_rank(self) -> int:

@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters.tied import local
 from fxpipe.runtime.session import Session
-from fxpipe.runtime.wire.control import Control
-from fxpipe.runtime.wire.failure import Failure, described, raise_problems, remote_error
-from fxpipe.runtime.wire.sums import sum_over_ranks
+from fxpipe.runtime.wire.failure import described, raise_problems
 from fxpipe.runtime.wire.transport import TransportError
 
 __all__ = ["clip"]
@@ -77,8 +77,7 @@ def _total(
     try:
         parts = sum_over_ranks(parts, control, session.transports(control))
     except TransportError as error:
-        here = Failure(control.rank, None, None, "", "", "")
-        raise remote_error(control.lost(error, here)) from error
+        raise control.lost(error) from error
     found = [parts[index] for index in sorted(known)]
     if not found:
         return parts.sum()

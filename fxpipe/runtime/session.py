@@ -19,19 +19,21 @@ from torch import nn
 from fxpipe.errors import InputError, InputTypeError
 from fxpipe.program import Program, Span, lower
 from fxpipe.program.text import parse_action
+from fxpipe.runtime.agree.briefs import Brief, check_pipelines
 from fxpipe.runtime.agree.inputs import signature
 from fxpipe.runtime.agree.module_state import ModuleState, surroundings
 from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
-from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan, check_pipelines
+from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan
+from fxpipe.runtime.control.control import Control, agree
+from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
+from fxpipe.runtime.control.group_control import GroupControl, control_of
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.sync import GradSync, NoSync, expect_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
-from fxpipe.runtime.wire.control import Control, GroupControl, LocalControl, agree, control_of
-from fxpipe.runtime.wire.dry_run import DryControl, DryTransport, is_fake
-from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
+from fxpipe.runtime.wire.failure import Deadline, described, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
     LocalChannels,
@@ -105,24 +107,14 @@ class Session:
             control = self._control
             if control is None:
                 if isinstance(self.group, LocalGroup):
-                    control = LocalControl()
+                    control = Control()
                 elif is_fake(self.group):
                     control = DryControl(self.group)
                 else:
                     control = control_of(self.group, deadline)
                 self._control = control
-            control.begin(name, self._number, deadline, self._status)
-            try:
+            with control.call(name, self._number, deadline, self._status):
                 yield control
-            except BaseException as error:
-                if not control.raises_everywhere:  # the others go on, and would wait
-                    failure = control.failure  # that this rank could not get over
-                    if failure is None:
-                        failure = Failure(control.rank, None, None, "", *described(error))
-                    control.give_up(replace(failure, kind="broken"))
-                raise
-            finally:
-                control.end()
         finally:
             self._is_busy = False
             self._running = self.run = None
@@ -144,8 +136,7 @@ class Session:
             try:
                 plan, call, chunks, records = self._agree(call, control)
             except TransportError as error:
-                here = Failure(control.rank, None, None, "", "", "")
-                raise remote_error(control.lost(error, here)) from error
+                raise control.lost(error) from error
             except BaseException as error:
                 self._tell_replicas(call, "{}: {}".format(*described(error)))
                 raise
@@ -218,18 +209,11 @@ class Session:
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
         if found is None:
-            found = self._make_plan(call, chunks, None, key, control)
+            found = self._make_plan(call, chunks, key, control)
         self._plans.move_to_end(keys)
         return found, call, chunks, records
 
-    def _make_plan(
-        self,
-        call: Call,
-        chunks: Chunks,
-        problem: BaseException | None,
-        key: int,
-        control: Control,
-    ) -> StepPlan:
+    def _make_plan(self, call: Call, chunks: Chunks, key: int, control: Control) -> StepPlan:
         """Make a plan together, and remember it under every rank's key."""
         maker = PlanMaker(
             self.stages,
@@ -241,12 +225,12 @@ class Session:
             is_local=self.is_local,
             streams=control.streams(next(iter(self.stages.values())).device),
         )
-        brief: dict[str, Any] = {}
+        brief: Brief | None = None
+        problem: BaseException | None = None
         ranks = list(range(self.program.num_ranks)) if self.is_local else [control.rank]
         try:
             maker.check_own_stages(ranks)
-            if problem is None:
-                brief = maker.brief(chunks)
+            brief = maker.brief(chunks)
         except BaseException as error:
             problem = error
         said = control.gather(

@@ -15,26 +15,27 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fxpipe.microbatch import merge_chunks, split_target
-from fxpipe.program import Program, Span
+from fxpipe.program import Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
-from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
+from fxpipe.runtime.agree.request import Call, Chunks, split_call
 from fxpipe.runtime.agree.step_plan import StepPlan
+from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.tied import Scale
-from fxpipe.runtime.rollback import ChangingBuffers, Rollback
+from fxpipe.runtime.rollback import Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
-from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.step_data import StepData
-from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
-from fxpipe.runtime.wire.sums import sum_over_ranks
 from fxpipe.runtime.wire.transport import Transport, TransportError
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.session import Session
 
 __all__ = ["BatchWeightError", "Outcome", "StepRun"]
 
@@ -62,35 +63,12 @@ class Outcome:
     spans: list[Span] | None
 
 
-class Context(Protocol):
-    """What a step needs to know of its session."""
-
-    program: Program
-    options: Options
-    sums_weights: bool | None
-    grad_scale: float
-    changing: ChangingBuffers
-
-    @property
-    def stages(self) -> Mapping[int, Stage]: ...
-
-    @property
-    def has_last_stage(self) -> bool: ...
-
-    @property
-    def is_local(self) -> bool: ...
-
-    def autocast(self) -> tuple[str, ...]: ...
-
-    def parameters(self) -> list[nn.Parameter]: ...
-
-
 class StepRun:
     """One step."""
 
     def __init__(
         self,
-        session: Context,
+        session: Session,
         control: Control,
         transports: Mapping[int, Transport],
         plan: StepPlan,
@@ -248,7 +226,7 @@ class StepRun:
             failure = interrupted.failure
             if failure.is_final:
                 self._tell_replicas(str(failure))
-                raise self._final(failure) from None
+                raise self.control.final(failure) from None
             return self._drained(remote_error(failure))
         except TransportError as error:
             raise self._lost(error) from error
@@ -280,8 +258,10 @@ class StepRun:
         executor = self._busiest()
         action = executor.where()
         if action is None:
-            return Failure(executor.rank, None, None, "", "", "")
-        return Failure(executor.rank, action.stage, action.microbatch, str(action), "", "")
+            return Failure(executor.rank)
+        return Failure(
+            executor.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
+        )
 
     def _busiest(self) -> Executor:
         return max(self.plan.executors, key=lambda executor: executor.since)
@@ -322,10 +302,7 @@ class StepRun:
         """A peer is gone or does not answer: there is nothing left to confirm."""
         failure = self.control.lost(error, self._where())
         self._tell_replicas(str(failure))
-        return self._final(failure)
-
-    def _final(self, failure: Failure) -> BaseException:
-        return remote_error(failure, self.control.diagnose() if failure.kind == "hang" else "")
+        return failure
 
     # After the program
 
@@ -342,9 +319,7 @@ class StepRun:
             self.control.raises_everywhere = True
             if failure is not None:
                 raise failure
-            raise remote_error(
-                known or Failure(failed, None, None, "", "error", "no message was left")
-            )
+            raise remote_error(known or Failure(failed, "error", "no message was left"))
         summed = [v for v in vectors if v[1]]
         if not self.trains or not self.session.options.scale_grads:
             return None

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.wire.control import Control, LocalControl, agree, side_group
+from fxpipe.runtime.control.control import Control, agree
+from fxpipe.runtime.control.group_control import side_group
 from fxpipe.training.restore import Restoring, own_extra
 from fxpipe.training.state import (
     Optimizers,
@@ -94,7 +94,7 @@ def save_checkpoint(
     with together("save_checkpoint", source, default_alone=False) as control:
         control.exchange([])
         tensors, name = _agreed_state(control, run, parts, optimizer, step, extra or {}, keep)
-        is_alone = isinstance(control, LocalControl)
+        is_alone = control.size == 1
     group = None if is_alone else side_group(world())
     how: dict[str, Any] = {"storage_writer": Writer(run, name, keep), "process_group": group}
     if not wait:
@@ -135,8 +135,7 @@ def load_checkpoint(
         control.exchange([])
         try:
             saved = Reader(newest(Path(path), step))
-            num_ranks = 1 if isinstance(control, LocalControl) else dist.get_world_size()
-            found = own_extra(saved.plain["extra"], control.rank, num_ranks)
+            found = own_extra(saved.plain["extra"], control.rank, control.size)
             missing = [name for name in extra or {} if name not in found]
             if missing:
                 raise InputError(f"the checkpoint {saved.folder} has no extra {missing}")
@@ -200,7 +199,7 @@ def _agreed_state(
     described_by_ranks = control.gather(about)
     if control.rank == 0:
         whole: dict[str, Any] = {"step": step, "own": sorted(own)}
-        whole["num_stages"] = said[0]["num_stages"]
+        whole["num_stages"] = max(one["num_stages"] for one in said)
         whole |= {key: [one[key] for one in said] for key in ("extra", "random")}
         for key in about:
             whole[key] = {k: v for one in described_by_ranks for k, v in one[key].items()}

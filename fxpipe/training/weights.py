@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.control.control import agree
 from fxpipe.runtime.parameters.tied import plain_name
 from fxpipe.runtime.stage.stage_kind import TracedFront
-from fxpipe.runtime.wire.control import agree
 from fxpipe.torch_inside import buffers_of, parameters_of
 from fxpipe.training.state import Part, Source, parts_of, stages_of
 from fxpipe.training.together import together

@@ -200,6 +200,7 @@ def _call(
         return body(rank, *args)
     finally:
         dist.destroy_process_group()
+        nccl_like.instances()  # or this process keeps their threads for ever
 
 
 def _free_port() -> int:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.runtime.stage.backward import Deferral, backward_input, backward_weight, receive
+from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.stage.received import receive
 
 __all__ = ["Grads", "assert_same", "grads_of", "in_autocast", "plain", "seed", "split"]
 
@@ -28,8 +29,8 @@ def split(module: nn.Module, x: Tensor, *, wants_grad: bool) -> tuple[Tensor, Gr
     deferral = Deferral()
     with deferral:
         output = module(value)
-    backward_input([output], [seed(output)], deferral)
-    backward_weight(deferral)
+    deferral.backward([output], [seed(output)])
+    deferral.run()
     return output.detach(), {"input": slots.take(0), **grads_of(module)}
 
 

@@ -19,9 +19,9 @@ import torch
 
 from fxpipe.errors import InputError
 from fxpipe.microbatch import Microbatches
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.parameters.tied import Scale, on_device
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.wire.control import Control
 from fxpipe.torch_inside import pytree
 
 __all__ = [

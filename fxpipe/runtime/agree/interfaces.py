@@ -11,26 +11,28 @@ is said when all ranks say whether they are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fxpipe.errors import FxpipeError, PipeliningShapeError
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.runtime.agree.inputs import tensors_of
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, skeleton_of
-from fxpipe.runtime.stage.stage_kind import Stage, forward_context
-from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.stage.stage_kind import Stage, as_arguments, forward_context
 from fxpipe.runtime.wire.failure import described, raise_problems
 from fxpipe.torch_inside import pytree
 
-__all__ = ["FoundInterfaces", "InterfaceProber", "check_declared"]
+__all__ = ["InterfaceProber", "Interfaces", "check_declared"]
 
 Found = list[tuple[Skeleton, tuple[PortShape, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class FoundInterfaces:
+class Interfaces:
     """The boundary of each distinct microbatch shape, and structures between stages."""
 
     boundaries: tuple[Boundary, ...]
@@ -59,10 +61,7 @@ class InterfaceProber:
         self._num_shapes = max((len(found) for found in samples.values()), default=1)
         self.problem: BaseException | None = None
 
-    def known(self, boundaries: tuple[Boundary, ...]) -> FoundInterfaces:
-        return FoundInterfaces(boundaries, {})
-
-    def manual(self) -> FoundInterfaces:
+    def manual(self) -> Interfaces:
         """Hand-written stages: a chain in which a value of any structure is handed on."""
         last = self._num_stages - 1
         ports: list[dict[tuple[int, int], tuple[PortShape, ...]]] = [
@@ -74,7 +73,7 @@ class InterfaceProber:
             if self._control.is_dry and stage not in self._stages:
                 before = self._declared(stage)
             else:
-                found = self._round(stage, _Bound(self._probe_plain, stage, before))
+                found = self._round(stage, partial(self._probe_manual, stage, before))
                 before = [_read(*one) for one in found]
             for shape, (_, sent) in enumerate(before):
                 ports[shape][stage, stage + 1] = sent
@@ -84,23 +83,20 @@ class InterfaceProber:
                 self._probe_manual(last, before)
             except BaseException as error:
                 self.problem = error
-        return FoundInterfaces(tuple(Boundary(last + 1, some) for some in ports), skeletons)
+        return Interfaces(tuple(Boundary(last + 1, some) for some in ports), skeletons)
 
-    def traced(self, boundaries: tuple[Boundary, ...]) -> FoundInterfaces:
+    def traced(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
         """Traced stages whose dtypes are not those of the trace: ask for them anew."""
-        if self._control.is_dry:
-            return self.known(boundaries)
         current = [dict(boundary.ports) for boundary in boundaries]
         for stage in range(self._num_stages - 1):
-            sent = self._round(stage, _Bound(self._probe_traced, stage, current))
+            sent = self._round(stage, partial(self._probe_traced, stage, current))
             for ports, dtypes in zip(current, sent, strict=True):
                 for (source, target), found in ports.items():
                     if source == stage:
                         ports[source, target] = tuple(
-                            PortShape(p.name, p.shape, dtypes[p.name], p.has_gradient)
-                            for p in found
+                            replace(port, dtype=dtypes[port.name]) for port in found
                         )
-        return FoundInterfaces(tuple(Boundary(self._num_stages, p) for p in current), {})
+        return Interfaces(tuple(Boundary(self._num_stages, p) for p in current), {})
 
     def _declared(self, stage: int) -> Found:
         """What a stage that does not exist sends, as the stage after it was told."""
@@ -112,15 +108,11 @@ class InterfaceProber:
                 f"sends: give PipelineStage(..., input_args=) what stage {stage + 1} receives"
             )
         value = args if len(args) != 1 else args[0]
-        leaves = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-        skeleton = skeleton_of(value)
-        named = zip(skeleton.names, skeleton.is_tensor, strict=True)
-        names = [name for name, is_tensor in named if is_tensor]
-        ports = tuple(
-            PortShape(name, tuple(x.shape), x.dtype, self._training and x.is_floating_point())
-            for name, x in zip(names, leaves, strict=True)
-        )
-        return [(skeleton, ports)] * self._num_shapes
+        ports = [
+            replace(port, has_gradient=self._training and port.dtype.is_floating_point)
+            for port in self._ports(value)
+        ]
+        return [(skeleton_of(value), tuple(ports))] * self._num_shapes
 
     def _round(self, stage: int, run: Callable[[], Any]) -> Any:
         """Let the owner of a stage find something out and tell the others."""
@@ -136,10 +128,8 @@ class InterfaceProber:
             raise_problems([said for said, _ in found], problem)
         return next(value for _, value in found if value is not None)
 
-    def _probe_plain(self, stage: int, before: Found | None) -> list[Any]:
-        return _written(self._probe_manual(stage, before))
-
-    def _probe_manual(self, stage: int, before: Found | None) -> Found:
+    def _probe_manual(self, stage: int, before: Found | None) -> list[Any]:
+        """What a stage returns for each shape, as plain data."""
         this = self._stages[stage]
         found = []
         for shape in range(self._num_shapes):
@@ -147,19 +137,23 @@ class InterfaceProber:
             if before is not None:
                 skeleton, ports = before[shape]
                 specs = [TensorSpec(p.shape, p.dtype, p.has_gradient) for p in ports]
-                value = skeleton.build(specs)  # type: ignore[arg-type]
-                args = value if type(value) is tuple else (value,)
+                args = as_arguments(skeleton.build(specs))  # type: ignore[arg-type]
                 check_declared(stage, "takes", this.front.input_args, specs)
             output = self._run(this, args, kwargs, before[shape][1] if before else None)
-            leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-            returned = [TensorSpec.of(x) for x in leaves]
+            returned = [TensorSpec.of(x) for x in tensors_of(output)]
             check_declared(stage, "returns", this.front.output_args, returned)
-            agreed = skeleton_of(output)
-            names = [
-                n for n, is_tensor in zip(agreed.names, agreed.is_tensor, strict=True) if is_tensor
-            ]
-            found.append((agreed, tuple(map(self._port, names, leaves))))
+            found.append((skeleton_of(output).plain(), [astuple(p) for p in self._ports(output)]))
         return found
+
+    def _ports(self, value: Any) -> list[PortShape]:
+        made = skeleton_of(value)
+        names = [n for n, is_tensor in zip(made.names, made.is_tensor, strict=True) if is_tensor]
+        return [
+            PortShape(
+                name, tuple(int(n) for n in x.shape), x.dtype, self._training and x.requires_grad
+            )
+            for name, x in zip(names, tensors_of(value), strict=True)
+        ]
 
     def _probe_traced(
         self, stage: int, current: Sequence[Mapping[tuple[int, int], tuple[PortShape, ...]]]
@@ -199,27 +193,6 @@ class InterfaceProber:
                 raise PipeliningShapeError(
                     f"stage {index} cannot take what stage {index - 1} sends ({sent}): {error}"
                 ) from error
-
-    def _port(self, name: str, tensor: torch.Tensor) -> PortShape:
-        shape = tuple(int(size) for size in tensor.shape)
-        return PortShape(name, shape, tensor.dtype, self._training and tensor.requires_grad)
-
-
-class _Bound:
-    """A call with the arguments it has now."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._function, self._args = function, args
-
-    def __call__(self) -> Any:
-        return self._function(*self._args)
-
-
-def _written(found: Found) -> list[Any]:
-    return [
-        (skeleton.plain(), [(p.name, p.shape, p.dtype, p.has_gradient) for p in ports])
-        for skeleton, ports in found
-    ]
 
 
 def _read(skeleton: Any, ports: Any) -> tuple[Skeleton, tuple[PortShape, ...]]:

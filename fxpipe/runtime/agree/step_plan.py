@@ -11,7 +11,6 @@ later steps with inputs of the same kind.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,34 +23,32 @@ from fxpipe.microbatch import split_target
 from fxpipe.program import Action, Edges, Kind, Program, lower, walk
 from fxpipe.program.generators import forward_only_on
 from fxpipe.program.play.queues import Streams
-from fxpipe.runtime.agree.inputs import check_keywords, known_keywords, stage_inputs, tensors_of
-from fxpipe.runtime.agree.interfaces import InterfaceProber
+from fxpipe.runtime.agree.briefs import (
+    Brief,
+    Route,
+    StageFacts,
+    agreed_routes,
+    agreed_rows,
+    check_names,
+    check_tied,
+)
+from fxpipe.runtime.agree.inputs import known_keywords, stage_inputs, tensors_of
+from fxpipe.runtime.agree.interfaces import InterfaceProber, Interfaces
 from fxpipe.runtime.agree.request import Call, Chunks, Options
+from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.fsdp import gathered_dtypes
 from fxpipe.runtime.parameters.sync import NoSync, expect_collectives, grad_sync
-from fxpipe.runtime.stage.boundary import Skeleton, skeleton_of
+from fxpipe.runtime.stage.boundary import skeleton_of
 from fxpipe.runtime.stage.executor import Executor, Hooks
-from fxpipe.runtime.stage.stage_kind import Interfaces, Stage
+from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
-from fxpipe.runtime.wire.control import Control, agree
 from fxpipe.runtime.wire.narrow import NarrowTransport
 from fxpipe.runtime.wire.plain import dumps
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport
 
-__all__ = ["PlanMaker", "Route", "StepPlan", "check_pipelines"]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A model input that rank `target` needs, was not given, and gets from `source`."""
-
-    name: str
-    source: int
-    target: int
-    skeleton: Skeleton
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+__all__ = ["PlanMaker", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +73,6 @@ class StepPlan:
     def reduces(self) -> bool:
         """Whether any stage has replicas."""
         return any(a.kind is Kind.REDUCE_GRAD for actions in self.program.ranks for a in actions)
-
-
-@dataclass(frozen=True, slots=True)
-class _StageFacts:
-    """What a stage contributes to the question who wants a gradient."""
-
-    trainable: bool
-    inputs_with_grad: bool
-    dtypes: frozenset[torch.dtype]
-
-    @property
-    def wants_gradient(self) -> bool:
-        return self.trainable or self.inputs_with_grad
 
 
 class PlanMaker:
@@ -116,37 +100,34 @@ class PlanMaker:
 
     # What this rank knows
 
-    def brief(self, chunks: Chunks) -> dict[str, Any]:
-        """All that the other ranks must know of this one; plain data."""
+    def brief(self, chunks: Chunks) -> Brief:
+        """All that the other ranks must know of this one."""
         per_stage = stage_inputs(self.stages.values(), chunks.args, chunks.kwargs)
-        self.tied = self._find_tied()
-        syncs = [grad_sync(stage.submod) for stage in self.stages.values()]
-        sizes = [self.front.sizes(a, k) for a, k in zip(chunks.args, chunks.kwargs, strict=True)]
-        return {
-            "has_loss": self.program.num_stages - 1 in self.stages
+        modules = {index: stage.submod for index, stage in self.stages.items()}
+        self.tied = ties.find_tied((*self.front.tied, *self.options.tied), modules, self.rank_of)
+        syncs = [grad_sync(module) for module in modules.values()]
+        given = sorted(chunks.kwargs[0])
+        chosen = [one for _, kwargs in per_stage.values() for one in kwargs]
+        return Brief(
+            has_loss=self.program.num_stages - 1 in self.stages
             and self.options.loss_fn is not None,
-            "rows": chunks.rows,
-            "given": sorted(chunks.kwargs[0]),
-            "spec": [str(name) for name in self.options.kwargs_chunk_spec or ()],
-            "known": known_keywords(self.stages.values(), sorted(chunks.kwargs[0])),
-            "inputs": self._describe_inputs(),
-            "sizes": sizes,
-            "stages": {i: self._stage_facts(i, per_stage[i]) for i in self.stages},
-            "reduces": any(not isinstance(sync, NoSync) for sync in syncs),
-            "shards": any(sync.is_sharded for sync in syncs),
-            "used": sorted(
-                {
-                    name
-                    for _, kwargs in per_stage.values()
-                    for name, value in kwargs[0].items()
-                    if any(x.requires_grad for x in tensors_of(value))
-                }
+            rows=chunks.rows,
+            given=given,
+            spec=[str(name) for name in self.options.kwargs_chunk_spec or ()],
+            known=known_keywords(self.stages.values(), given),
+            inputs=self._describe_inputs(),
+            sizes=[self.front.sizes(*one) for one in zip(chunks.args, chunks.kwargs, strict=True)],
+            stages={i: _stage_facts(modules[i], found) for i, found in per_stage.items()},
+            reduces=any(not isinstance(sync, NoSync) for sync in syncs),
+            shards=any(sync.is_sharded for sync in syncs),
+            used=sorted(
+                {k for one in chosen for k, value in one.items() if _wants_gradient(value)}
             ),
-            "tied": [
+            tied=[
                 [(r, *_of_tied(p)) for r, copies in group.parameters.items() for p in copies]
                 for group in self.tied
             ],
-        }
+        )
 
     def pipeline_facts(self) -> dict[str, str]:
         """What makes two ranks part of the same pipeline."""
@@ -182,10 +163,6 @@ class PlanMaker:
                     f"but was given {mine}"
                 )
 
-    def _find_tied(self) -> list[ties.TiedGroup]:
-        modules = {index: stage.submod for index, stage in self.stages.items()}
-        return ties.find_tied((*self.front.tied, *self.options.tied), modules, self.rank_of)
-
     def _describe_inputs(self) -> dict[str, Any]:
         """The inputs of this rank that another may need."""
         if not any(self.front.needs(stage) for stage in range(self.program.num_stages)):
@@ -197,29 +174,17 @@ class PlanMaker:
             leaves = tensors_of(value)
             if name in needed:
                 shapes = tuple((tuple(x.shape), x.dtype) for x in leaves)
-                grad = any(x.requires_grad for x in leaves)
-                described = (skeleton_of(value).plain(), shapes, grad)
+                described = (skeleton_of(value).plain(), shapes, _wants_gradient(value))
                 with contextlib.suppress(InputError):  # missed only if another rank needs it
                     dumps(described)
                     found[name] = described
         return found
 
-    def _stage_facts(self, index: int, inputs: tuple[list[Any], list[Any]]) -> tuple[Any, ...]:
-        module = self.stages[index].submod
-        leaves = tensors_of((inputs[0][0], inputs[1][0]))
-        state = (*module.parameters(), *module.buffers())
-        floats = [t.dtype for t in state if t.is_floating_point()] + gathered_dtypes(module)
-        return (
-            any(p.requires_grad for p in module.parameters()),
-            any(x.requires_grad for x in leaves),
-            frozenset(floats),
-        )
-
     # What all ranks conclude
 
     def make(
         self,
-        briefs: Sequence[dict[str, Any]],
+        briefs: Sequence[Brief],
         chunks: Chunks,
         control: Control,
         transports: Mapping[int, Transport],
@@ -233,17 +198,17 @@ class PlanMaker:
         """
         if control.is_dry:
             briefs = self._imagined(briefs)
-        has_loss = any(brief["has_loss"] for brief in briefs)
+        has_loss = any(brief.has_loss for brief in briefs)
         training = self.call.training and has_loss
         with control.alike():
             self._check_program(training)
-            rows = self._rows(briefs)
-            routes = self._routes(briefs)
-            self._check_names(briefs)
-            self._check_tied(briefs)
-            keys = self.front.agree_sizes([brief["sizes"] for brief in briefs])
-        merged = {i: found for brief in briefs for i, found in brief["stages"].items()}
-        facts = [_StageFacts(*merged[stage]) for stage in range(self.program.num_stages)]
+            rows = agreed_rows(briefs, 0 if len(briefs) == 1 else self.rank_of[0])
+            routes = agreed_routes(briefs, self.front, self.rank_of)
+            check_names(briefs)
+            check_tied(briefs, self.tied)
+            keys = self.front.agree_sizes([brief.sizes for brief in briefs])
+        merged = {i: found for brief in briefs for i, found in brief.stages.items()}
+        facts = [merged[stage] for stage in range(self.program.num_stages)]
         distinct = list(dict.fromkeys(keys))
         shape_of = [distinct.index(key) for key in keys]
         picks = [shape_of.index(shape) for shape in range(len(distinct))]
@@ -253,10 +218,17 @@ class PlanMaker:
             for stage, (args, kwargs) in per_stage.items()
         }
         prober = InterfaceProber(self.stages, self.program.num_stages, control, samples, training)
+        boundaries = self.front.boundaries(distinct, [training and f.wants_gradient for f in facts])
+        is_known = control.is_dry or self.front.was_traced_with(
+            [one.dtypes for one in facts], self.autocast
+        )
         with control.alike():
-            interfaces = self.front.agree(
-                prober, distinct, facts, training=training, autocast=self.autocast
-            )
+            if boundaries is None:
+                interfaces = prober.manual()
+            elif is_known:
+                interfaces = Interfaces(boundaries, {})
+            else:
+                interfaces = prober.traced(boundaries)
         self._connect(routes, transports)
         if broadcasts_tied and not control.is_dry:
             for rank, transport in transports.items():
@@ -268,7 +240,7 @@ class PlanMaker:
         try:
             self._check_target(rows)
             lowered = self._lower(interfaces.boundaries[0].edges(), facts, briefs, training)
-            names = [name for brief in briefs for name in brief["used"]]
+            names = [name for brief in briefs for name in brief.used]
             shared = sorted({n for n in names if names.count(n) > 1}) if not self.is_local else ()
             plan = self._bind(
                 rows, routes, tuple(shared), interfaces, shape_of, facts, lowered, transports,
@@ -280,13 +252,13 @@ class PlanMaker:
         assert plan is not None
         return plan
 
-    def _imagined(self, briefs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _imagined(self, briefs: Sequence[Brief]) -> list[Brief]:
         """What ranks that do not exist would say: their stages are like one of ours."""
         mine, count = briefs[0], self.program.num_stages
-        _, _, dtypes = next(iter(mine["stages"].values()))
-        stages = {i: mine["stages"].get(i, (True, False, dtypes)) for i in range(count)}
-        has_loss = self.options.loss_fn is not None
-        return [{**mine, "stages": stages, "has_loss": has_loss}] * len(briefs)
+        like = next(iter(mine.stages.values()))._replace(trainable=True, inputs_with_grad=False)
+        stages = {i: mine.stages.get(i, like) for i in range(count)}
+        made = mine._replace(stages=stages, has_loss=self.options.loss_fn is not None)
+        return [made] * len(briefs)
 
     def _connect(self, routes: Sequence[Route], transports: Mapping[int, Transport]) -> None:
         """Set up the way between all ranks that will talk, in an order that all ranks follow."""
@@ -317,83 +289,6 @@ class PlanMaker:
         if self.program.num_stages - 1 in self.stages and self.call.target is not None:
             split_target(self.call.target, self.n, rows)
 
-    def _rows(self, briefs: Sequence[dict[str, Any]]) -> tuple[int, ...] | None:
-        """Rows of every microbatch: the first stage's, which the others must not contradict."""
-        first = 0 if len(briefs) == 1 else self.rank_of[0]
-        known = {r: brief["rows"] for r, brief in enumerate(briefs) if brief["rows"] is not None}
-        agreed: tuple[int, ...] | None = known.get(first, next(iter(known.values()), None))
-        other = {rank: sum(rows) for rank, rows in known.items() if rows != agreed}
-        if other:
-            assert agreed is not None
-            shown = ", ".join(f"rank {rank} passes {size}" for rank, size in other.items())
-            raise InputError(f"the batch has {sum(agreed)} rows on rank {first}, but {shown}")
-        return agreed
-
-    def _check_names(self, briefs: Sequence[dict[str, Any]]) -> None:
-        given = frozenset(name for brief in briefs for name in brief["given"])
-        known = given
-        if all(brief["known"] is not None for brief in briefs):
-            known = frozenset[str]().union(*(brief["known"] for brief in briefs))
-            check_keywords(given, known)
-        unknown = sorted({name for brief in briefs for name in brief["spec"]} - known - given)
-        if unknown:
-            close = difflib.get_close_matches(unknown[0], known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InputError(
-                f"kwargs_chunk_spec names {', '.join(map(repr, unknown))}, but the keyword inputs "
-                f"are {', '.join(map(repr, sorted(known))) or 'none'}{hint}"
-            )
-
-    def _check_tied(self, briefs: Sequence[dict[str, Any]]) -> None:
-        for place, group in enumerate(self.tied):
-            copies = [copy for brief in briefs for copy in brief["tied"][place]]
-            for what, at in (("requires_grad", 1), ("dtype", 2), ("shape", 3), ("is_meta", 4)):
-                values = {copy[0]: copy[at] for copy in copies}
-                if len(set(values.values())) > 1:
-                    shown = ", ".join(f"{v} on rank {r}" for r, v in sorted(values.items()))
-                    raise InputError(
-                        f"the copies of the tied parameter {group.name!r} differ in {what}: "
-                        f"{shown}; freeze, cast or replace all of them alike"
-                    )
-
-    def _routes(self, briefs: Sequence[dict[str, Any]]) -> tuple[Route, ...]:
-        """Who sends which input to whom."""
-        missing: list[tuple[str, int, int]] = []
-        nowhere: dict[str, list[int]] = {}
-        for stage in range(self.program.num_stages):
-            rank = 0 if self.is_local else self.rank_of[stage]
-            for name in self.front.needs(stage):
-                if name in briefs[rank]["given"]:
-                    continue
-                source = next((r for r, one in enumerate(briefs) if name in one["given"]), None)
-                if source is None:
-                    nowhere.setdefault(name, []).append(stage)
-                elif (name, source, rank) not in missing:
-                    missing.append((name, source, rank))
-        if nowhere:
-            lines = ", ".join(f"{name!r} (stages {stages})" for name, stages in nowhere.items())
-            raise InputError(
-                f"no rank was given the model inputs {lines}; pass them on the rank of the first "
-                "stage, or make the same call on every rank"
-            )
-        return tuple(self._route(*one, briefs) for one in missing)
-
-    def _route(
-        self, name: str, source: int, target: int, briefs: Sequence[dict[str, Any]]
-    ) -> Route:
-        if name not in briefs[source]["inputs"]:
-            raise InputError(
-                f"the input {name!r} cannot be sent from rank {source} to rank {target}, which "
-                "needs it: it is not made of tensors and plain values; pass it there too"
-            )
-        skeleton, shapes, has_gradient = briefs[source]["inputs"][name]
-        if has_gradient:
-            raise InputError(
-                f"the input {name!r} requires a gradient and is used on rank {target}, "
-                "which was not given it; pass it there too"
-            )
-        return Route(name, source, target, Skeleton.of_plain(*skeleton), shapes)
-
     def _bind(
         self,
         rows: tuple[int, ...] | None,
@@ -401,7 +296,7 @@ class PlanMaker:
         shared: tuple[str, ...],
         interfaces: Interfaces,
         shape_of: Sequence[int],
-        facts: Sequence[_StageFacts],
+        facts: Sequence[StageFacts],
         lowered: Program,
         transports: Mapping[int, Transport],
         has_loss: bool,
@@ -454,20 +349,20 @@ class PlanMaker:
     def _lower(
         self,
         edges: Edges,
-        facts: Sequence[_StageFacts],
-        briefs: Sequence[dict[str, Any]],
+        facts: Sequence[StageFacts],
+        briefs: Sequence[Brief],
         training: bool,
     ) -> Program:
         program = self.program
         if not training:
             program = forward_only_on(program.placement, self.n)
-        shards = any(brief["shards"] for brief in briefs)
+        shards = any(brief.shards for brief in briefs)
         return lower(
             program,
             edges,
             receives=self.options.receives,
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
-            reduce_grad=any(brief["reduces"] for brief in briefs) and training,
+            reduce_grad=any(brief.reduces for brief in briefs) and training,
             max_unsharded=self.options.max_unsharded if shards and training else None,
             offload=self.options.offload if training else None,
             streams=self.streams,
@@ -480,7 +375,7 @@ class PlanMaker:
             return (1.0 / self.n,) * self.n
         return tuple(size / sum(rows) for size in rows)
 
-    def _wants_loss(self, interfaces: Interfaces, facts: Sequence[_StageFacts]) -> bool:
+    def _wants_loss(self, interfaces: Interfaces, facts: Sequence[StageFacts]) -> bool:
         last = self.program.num_stages - 1
         arriving = (
             port.has_gradient
@@ -491,20 +386,15 @@ class PlanMaker:
         return facts[last].wants_gradient or any(arriving)
 
 
-def check_pipelines(facts: Sequence[Mapping[str, str]]) -> None:
-    """Compare what the ranks say of their pipelines.
+def _wants_gradient(tree: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors_of(tree))
 
-    Raises:
-        ScheduleError: listing everything that differs.
-    """
-    lines = []
-    for name in dict.fromkeys(name for found in facts for name in found):
-        values = [str(found.get(name)) for found in facts]
-        if len(set(values)) > 1:
-            shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-            lines.append(f"  {name}: {shown}")
-    if lines:
-        raise ScheduleError("the ranks do not run the same pipeline:\n" + "\n".join(lines))
+
+def _stage_facts(module: torch.nn.Module, inputs: Any) -> StageFacts:
+    state = (*module.parameters(), *module.buffers())
+    floats = [t.dtype for t in state if t.is_floating_point()] + gathered_dtypes(module)
+    trainable = any(p.requires_grad for p in module.parameters())
+    return StageFacts(trainable, _wants_gradient(inputs), frozenset(floats))
 
 
 def _of_tied(p: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...], bool]:

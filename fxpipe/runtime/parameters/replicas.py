@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RemoteStageError
-from fxpipe.runtime.wire.control import side_group
+from fxpipe.runtime.control.group_control import side_group
 from fxpipe.torch_inside import backend_object
 
 __all__ = ["Replicas"]

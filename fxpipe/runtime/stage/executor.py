@@ -25,9 +25,9 @@ import torch
 
 from fxpipe.errors import InputError
 from fxpipe.program import Action, Edges, Kind, Program, Span, Value, ValueKind, reads, writes
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.stage.boundary import Boundary, PortShape
 from fxpipe.runtime.stage.stage_runner import StageRunner
-from fxpipe.runtime.wire.control import Control
 from fxpipe.runtime.wire.failure import Failure
 from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport
 from fxpipe.torch_inside import profiler_is_on

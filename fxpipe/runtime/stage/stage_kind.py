@@ -9,7 +9,6 @@ runtime asks the stage's `front` and never which kind it is.
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,17 +24,7 @@ from fxpipe.torch_inside import WRAPPED, pytree
 if TYPE_CHECKING:
     from fxpipe.graph.pipe import PipeInfo
 
-__all__ = [
-    "Front",
-    "Interfaces",
-    "ManualFront",
-    "PipelineStageInfo",
-    "Prober",
-    "Stage",
-    "StageFacts",
-    "TracedFront",
-    "forward_context",
-]
+__all__ = ["Front", "PipelineStageInfo", "Stage", "TracedFront", "as_arguments", "forward_context"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,189 +82,91 @@ def _users_context(stage: Stage, info: PipelineStageInfo) -> Iterator[None]:
         )
 
 
-class StageFacts(Protocol):
-    """What a stage contributes to the question who wants a gradient."""
+class Front:
+    """How to call a stage's module, and where its interface comes from.
 
-    @property
-    def wants_gradient(self) -> bool: ...
+    This one is for a module that a user wrote as a stage; such stages form a chain.
+    """
 
-    @property
-    def dtypes(self) -> frozenset[torch.dtype]: ...
+    kind = "hand-written"
 
+    def __init__(
+        self,
+        input_args: tuple[Any, ...] | None = None,
+        output_args: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.input_args = input_args
+        self.output_args = output_args
 
-class Interfaces(Protocol):
-    """The boundary of each distinct microbatch shape, and structures between stages."""
-
-    @property
-    def boundaries(self) -> tuple[Boundary, ...]: ...
-
-    @property
-    def skeletons(self) -> Mapping[int, tuple[Skeleton, ...]]: ...
-
-
-class Prober(Protocol):
-    """Finds interfaces together with the other ranks; see `agree.interfaces`."""
-
-    def known(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
-        """Nothing is left to find out."""
-
-    def manual(self) -> Interfaces:
-        """Run hand-written stages, one after the other."""
-
-    def traced(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
-        """Run traced stages whose dtypes are not those of the trace."""
-
-
-class Front(ABC):
-    """How to call a stage's module, and where its interface comes from."""
-
-    kind: str
-    input_args: tuple[Any, ...] | None = None
-    output_args: tuple[Any, ...] | None = None
-
-    @abstractmethod
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks."""
+        return {}
 
-    @abstractmethod
     def edges(self, num_stages: int) -> list[tuple[int, int]]:
         """The pairs of stages that exchange tensors."""
+        return list(zip(range(num_stages - 1), range(1, num_stages), strict=True))
 
     @property
-    @abstractmethod
     def tied(self) -> Sequence[Any]:
         """Parameters that several stages share."""
+        return ()
 
-    @abstractmethod
     def name_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a rank was passed, as the stages take it: by position, and by name."""
+        return args, dict(kwargs)
 
-    @abstractmethod
     def takes(self, stage: Stage) -> frozenset[str] | None:
         """Names of keyword inputs that the stage is handed; None: any."""
+        return _keyword_names(stage.submod)
 
-    @abstractmethod
     def known(self, stage: Stage, given: Sequence[str]) -> frozenset[str] | None:
         """Names of keyword inputs that a user may pass because of this stage; None: any.
 
         `given` are the names that `name_inputs` found in what this rank was passed.
         """
+        return self.takes(stage)
 
-    @abstractmethod
     def needs(self, stage: int) -> Sequence[str]:
         """Names of inputs that a stage cannot do without, and that another rank may hold."""
+        return ()
 
-    @abstractmethod
     def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What tells microbatches of different shape apart; None: not all inputs are here."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        return tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
 
-    @abstractmethod
     def agree_sizes(self, found: Sequence[Sequence[Any]]) -> Sequence[Any]:
         """The sizes of every microbatch, out of what each rank knows of them.
 
         Raises:
             InputError: the ranks contradict each other, or no rank knows enough.
         """
+        return list(zip(*found, strict=True))
 
-    @abstractmethod
-    def agree(
-        self,
-        prober: Prober,
-        sizes: Sequence[Any],
-        facts: Sequence[StageFacts],
-        *,
-        training: bool,
-        autocast: bool,
-    ) -> Interfaces:
-        """What crosses every boundary, for each distinct shape of microbatch."""
+    def boundaries(
+        self, sizes: Sequence[Any], wants_gradient: Sequence[bool]
+    ) -> tuple[Boundary, ...] | None:
+        """What crosses every boundary, for each distinct shape; None: only a run can tell."""
+        return None
 
-    @abstractmethod
+    def was_traced_with(self, dtypes: Sequence[frozenset[torch.dtype]], autocast: bool) -> bool:
+        """Whether the dtypes in `boundaries` are those of today."""
+        return False
+
     def received(
         self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]
     ) -> list[tuple[int, int]]:
         """For each tensor that the module takes: the edge it arrives by, and its place there."""
-
-    @abstractmethod
-    def sent(self, stage: int, out_of: Sequence[Sequence[PortShape]]) -> tuple[PortShape, ...]:
-        """The tensors that the module returns, in its order."""
-
-    @abstractmethod
-    def tensors(self, output: Any, skeleton: Skeleton | None, stage: int) -> list[torch.Tensor]:
-        """The tensors to send, out of what the module returned."""
-
-    @abstractmethod
-    def call(
-        self,
-        module: nn.Module,
-        received: Sequence[torch.Tensor],
-        skeleton: Skeleton | None,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Run the module."""
-
-
-class ManualFront(Front):
-    """A module that a user wrote as a stage; stages form a chain."""
-
-    kind = "hand-written"
-    tied = ()
-
-    def __init__(
-        self, input_args: tuple[Any, ...] | None, output_args: tuple[Any, ...] | None
-    ) -> None:
-        self.input_args = input_args
-        self.output_args = output_args
-
-    def facts(self) -> dict[str, str]:
-        return {}
-
-    def edges(self, num_stages: int) -> list[tuple[int, int]]:
-        return list(zip(range(num_stages - 1), range(1, num_stages), strict=True))
-
-    def name_inputs(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, dict(kwargs)
-
-    def takes(self, stage: Stage) -> frozenset[str] | None:
-        return _keyword_names(stage.submod)
-
-    def known(self, stage: Stage, given: Sequence[str]) -> frozenset[str] | None:
-        return self.takes(stage)
-
-    def needs(self, stage: int) -> Sequence[str]:
-        return ()
-
-    def sizes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        return tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
-
-    def agree_sizes(self, found: Sequence[Sequence[Any]]) -> Sequence[Any]:
-        return list(zip(*found, strict=True))
-
-    def agree(
-        self,
-        prober: Prober,
-        sizes: Sequence[Any],
-        facts: Sequence[StageFacts],
-        *,
-        training: bool,
-        autocast: bool,
-    ) -> Interfaces:
-        return prober.manual()
-
-    def received(
-        self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]
-    ) -> list[tuple[int, int]]:
         return [(edge, i) for edge, ports in enumerate(into) for i in range(len(ports))]
 
     def sent(self, stage: int, out_of: Sequence[Sequence[PortShape]]) -> tuple[PortShape, ...]:
+        """The tensors that the module returns, in its order."""
         return tuple(port for ports in out_of for port in ports)
 
     def tensors(self, output: Any, skeleton: Skeleton | None, stage: int) -> list[torch.Tensor]:
+        """The tensors to send, out of what the module returned."""
         assert skeleton is not None
         return skeleton.tensors(output, stage)
 
@@ -287,12 +178,18 @@ class ManualFront(Front):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        """Run the module."""
         if skeleton is not None:
-            value = skeleton.build(received)
-            # A plain tuple is the next stage's argument list; any other value,
-            # a named tuple included, is one argument.
-            args = value if type(value) is tuple else (value,)
+            args = as_arguments(skeleton.build(received))
         return module(*args, **kwargs)
+
+
+def as_arguments(value: Any) -> tuple[Any, ...]:
+    """What a hand-written stage returned, as the next one takes it.
+
+    A plain tuple is an argument list; any other value, a named tuple included, is one argument.
+    """
+    return value if type(value) is tuple else (value,)
 
 
 class TracedFront(Front):
@@ -301,6 +198,7 @@ class TracedFront(Front):
     kind = "traced"
 
     def __init__(self, info: PipeInfo) -> None:
+        super().__init__()
         self.info = info
 
     def facts(self) -> dict[str, str]:
@@ -349,22 +247,14 @@ class TracedFront(Front):
                 )
         return values
 
-    def agree(
-        self,
-        prober: Prober,
-        sizes: Sequence[Any],
-        facts: Sequence[StageFacts],
-        *,
-        training: bool,
-        autocast: bool,
-    ) -> Interfaces:
-        wants = [training and one.wants_gradient for one in facts]
-        info = self.info
-        boundaries = tuple(bind_traced(info.interfaces, dict(values), wants) for values in sizes)
-        is_as_traced = autocast == info.trace_autocast and all(
-            one.dtypes == traced for one, traced in zip(facts, info.state_dtypes, strict=True)
-        )
-        return prober.known(boundaries) if is_as_traced else prober.traced(boundaries)
+    def boundaries(
+        self, sizes: Sequence[Any], wants_gradient: Sequence[bool]
+    ) -> tuple[Boundary, ...] | None:
+        interfaces = self.info.interfaces
+        return tuple(bind_traced(interfaces, dict(values), wants_gradient) for values in sizes)
+
+    def was_traced_with(self, dtypes: Sequence[frozenset[torch.dtype]], autocast: bool) -> bool:
+        return autocast == self.info.trace_autocast and list(dtypes) == list(self.info.state_dtypes)
 
     def received(
         self, stage: int, sources: Sequence[int], into: Sequence[Sequence[PortShape]]

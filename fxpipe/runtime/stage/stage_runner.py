@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +20,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.runtime.parameters.sync import GradSync, grad_sync
-from fxpipe.runtime.stage.backward import (
-    Deferral,
-    Slots,
-    backward_full,
-    backward_input,
-    backward_weight,
-    can_defer,
-    receive,
-)
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
+from fxpipe.runtime.stage.deferral import Deferral, can_defer
+from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.offload import SavedTensors
+from fxpipe.runtime.stage.received import Slots, receive
 from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.torch_inside import pytree
@@ -264,10 +257,9 @@ class StageRunner:
         residual = self._residuals.pop(microbatch)
         step, wiring = self._step, self._wiring[microbatch]
         assert step is not None
-        roots: list[Root] = list(residual.aux)
-        seeds: list[torch.Tensor | None] = [
-            step.seed(microbatch, term, is_aux=True) for term in residual.aux
-        ]
+        aux = [term for term in residual.aux if term.requires_grad]
+        roots: list[Root] = list(aux)
+        seeds = [step.seed(microbatch, term, is_aux=True) for term in aux]
         if residual.term is not None and (residual.term.total.requires_grad or step.wants_loss):
             if not residual.term.total.requires_grad:
                 raise InputError(
@@ -287,15 +279,15 @@ class StageRunner:
             assert root is not None
             roots.append(root)
             seeds.append(grad)
+        del aux
         residual.sent, residual.aux, residual.term = [], [], None
         deferral, dw_builder = residual.deferral, self.stage.dw_builder
         rest: Callable[[], object] = _nothing
         with step.no_autocast():
-            if deferral is None:
-                backward_full(roots, seeds)
-            else:
-                backward_input(roots, seeds, deferral)
-                rest = partial(backward_weight, deferral)
+            if deferral is not None:
+                rest = deferral.run
+            if roots:
+                (run_backward if deferral is None else deferral.backward)(roots, seeds)
             if dw_builder is not None:
                 rest = dw_builder()
         return self._input_gradients(wiring, residual.slots), rest

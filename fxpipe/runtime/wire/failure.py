@@ -38,12 +38,12 @@ class Failure:
     """What went wrong first, and where. `rank` failed; another rank may have noticed."""
 
     rank: int
-    stage: int | None
-    microbatch: int | None
-    action: str
-    type: str
-    message: str
+    type: str = ""
+    message: str = ""
     kind: str = "error"
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str = ""
 
     @property
     def is_final(self) -> bool:

@@ -1,27 +1,23 @@
 """Measure how long tensors take from one process to another.
 
     link = measure_link(group)       # on every process of a group
-    link = measure_local_link()      # between two processes that this one starts
 
 The result is a `Link`, latency and bandwidth, through the medians of several sizes.
 """
 
 from __future__ import annotations
 
-import datetime
-import socket
 import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from fxpipe.errors import InputError
 from fxpipe.program import Link
 
-__all__ = ["measure_link", "measure_local_link"]
+__all__ = ["measure_link"]
 
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
 
@@ -48,63 +44,6 @@ def measure_link(
     found = [_fit(sizes, times)]
     dist.broadcast_object_list(found, group=group, group_src=0)
     return found[0]
-
-
-def measure_local_link(
-    *, sizes: Sequence[int] = _SIZES, repeats: int = 9, timeout: float = 120.0
-) -> Link:
-    """The link between two processes of this machine over gloo; they are started and ended.
-
-    Raises:
-        InputError: the processes did not answer in time.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [
-        context.Process(target=_serve, args=(rank, port, tuple(sizes), repeats, answers))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout
-    try:
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0.0))
-        if any(process.exitcode != 0 for process in processes) or answers.empty():
-            raise InputError(f"two processes could not measure their link within {timeout:g} s")
-        latency, bandwidth = answers.get()
-        return Link(latency, bandwidth)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join(5)
-
-
-def _serve(
-    rank: int,
-    port: int,
-    sizes: tuple[int, ...],
-    repeats: int,
-    answers: multiprocessing.SimpleQueue,  # type: ignore[type-arg]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    try:
-        link = measure_link(sizes=sizes, repeats=repeats)
-        if rank == 0:
-            answers.put((link.latency, link.bytes_per_time))
-    finally:
-        dist.destroy_process_group()
 
 
 def _round_trip(me: int, group: dist.ProcessGroup | None, size: int, device: torch.device) -> float:

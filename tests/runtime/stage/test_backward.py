@@ -11,14 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from fxpipe.runtime.stage.backward import (
-    Deferral,
-    Slots,
-    backward_full,
-    backward_input,
-    backward_weight,
-    receive,
-)
+from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.stage.engine import run_backward
+from fxpipe.runtime.stage.received import Slots, receive
 from tests.runtime.halves import assert_same, grads_of, in_autocast, plain, seed, split
 from tests.runtime.stage_modules import DIM, MODULES, Lambda, inputs_for
 
@@ -115,9 +110,9 @@ def test_gradients_add_up_over_microbatches() -> None:
             outputs.append(module(part))
 
     for deferral, output in zip(deferrals, outputs, strict=True):
-        backward_input([output], [torch.ones_like(output)], deferral)
+        deferral.backward([output], [torch.ones_like(output)])
     for deferral in reversed(deferrals):
-        backward_weight(deferral)
+        deferral.run()
 
     twin(x).sum().backward()
     assert_same(grads_of(module), grads_of(twin))
@@ -132,36 +127,14 @@ def test_whole_backward_of_a_deferred_forward() -> None:
         output = module(x)
 
     with deferral:
-        backward_full([output], [seed(output)])
+        run_backward([output], [seed(output)])
     assert all(grad is None for grad in grads_of(module).values())
-    backward_weight(deferral)
+    deferral.run()
 
     assert_same(
         grads_of(module),
         {k: v for k, v in plain(twin, x, wants_grad=False)[1].items() if k != "input"},
     )
-
-
-def test_outputs_without_a_gradient_are_left_out() -> None:
-    layer = nn.Linear(DIM, DIM)
-    used, unused = layer(torch.randn(2, DIM)), layer(torch.randn(2, DIM))
-    constant = torch.randn(2)
-
-    backward_full([used, unused, constant], [torch.ones_like(used), None, torch.ones(2)])
-    alone = layer.weight.grad.clone()
-    backward_full([unused], [None])
-    backward_full([used.detach()], [torch.ones_like(used)])
-
-    torch.testing.assert_close(layer.weight.grad, alone)
-
-
-def test_scalar_outputs_need_no_gradient() -> None:
-    layer = nn.Linear(DIM, 1)
-    x = torch.randn(2, DIM)
-
-    backward_full([layer(x).sum()])
-
-    torch.testing.assert_close(layer.weight.grad, x.sum(0, keepdim=True))
 
 
 def test_expanded_gradient() -> None:
@@ -171,8 +144,8 @@ def test_expanded_gradient() -> None:
     with deferral:
         output = module(x)
 
-    backward_input([output], [torch.ones(()).expand(output.shape)], deferral)
-    backward_weight(deferral)
+    deferral.backward([output], [torch.ones(()).expand(output.shape)])
+    deferral.run()
 
     twin(x).sum().backward()
     assert_same(grads_of(module), grads_of(twin))
@@ -215,7 +188,7 @@ def test_in_place_write_by_the_next_stage_is_noticed_by_the_previous_one() -> No
     value.mul_(2).sum().backward()
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward_full([output], [slots.take(0)])
+        run_backward([output], [slots.take(0)])
 
 
 def test_unwritten_handover_leaves_the_previous_stage_alone() -> None:
@@ -224,7 +197,7 @@ def test_unwritten_handover_leaves_the_previous_stage_alone() -> None:
     (value,), slots = receive([output.detach()], [True])
 
     value.exp().sum().backward()
-    backward_full([output], [slots.take(0)])
+    run_backward([output], [slots.take(0)])
 
     assert leaf.grad is not None
 

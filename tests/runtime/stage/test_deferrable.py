@@ -9,11 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from fxpipe.runtime.stage.backward import (
-    Deferral,
-    backward_input,
-    receive,
-)
+from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.stage.received import receive
 from tests.runtime.halves import grads_of, seed
 from tests.runtime.stage_modules import DIM, MODULES, inputs_for
 
@@ -65,7 +62,7 @@ def test_input_half_leaves_these_weights_undone(name: str) -> None:
     with deferral:
         output = module(value)
 
-    backward_input([output], [seed(output)], deferral)
+    deferral.backward([output], [seed(output)])
 
     undone = {name for name, grad in grads_of(module).items() if grad is None}
     assert undone == DEFERRED[name]

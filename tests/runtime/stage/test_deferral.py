@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from fxpipe.runtime.stage import weight_work
-from fxpipe.runtime.stage.backward import (
-    Deferral,
-    backward_input,
-    backward_weight,
-    can_defer,
-    receive,
-)
+from fxpipe.runtime.stage.deferral import Deferral, can_defer
+from fxpipe.runtime.stage.received import receive
 from tests.runtime.halves import assert_same, grads_of, in_autocast, plain, seed, split
 from tests.runtime.stage_modules import DIM, MODULES, Checkpointed, Lambda, inputs_for
 
@@ -151,10 +146,10 @@ def test_recomputation_on_another_thread_is_deferred_too() -> None:
     with deferral:
         output = module(value)
 
-    backward_input([output], [seed(output)], deferral)
+    deferral.backward([output], [seed(output)])
 
     assert layer.weight.grad is None
-    backward_weight(deferral)
+    deferral.run()
     grads = {"input": slots.take(0), **grads_of(module)}
     assert_same(grads, plain(twin, x, wants_grad=True)[1])
 
@@ -171,10 +166,10 @@ def test_nothing_is_kept_after_the_weight_half() -> None:
             output = module[2](hidden)
         alive = [weakref.ref(t) for t in (value, hidden, output)]
         graph = weakref.ref(output.grad_fn)
-        backward_input([output], [seed(output)], deferral)
+        deferral.backward([output], [seed(output)])
         del output, hidden, value
         assert graph() is None  # the graph goes with the input half
-        backward_weight(deferral)
+        deferral.run()
 
         assert [reference() for reference in alive] == [None] * 3
         assert slots.take(0) is not None
@@ -205,7 +200,7 @@ def test_deferred_work_does_not_keep_the_graph_before_it() -> None:
     deferral = Deferral()
     with deferral:
         output = layer(Keeps.apply(value, token))
-    backward_input([output], [seed(output)], deferral)
+    deferral.backward([output], [seed(output)])
 
     del output, token, value
 
@@ -276,11 +271,11 @@ def test_writing_to_an_input_between_the_halves_raises() -> None:
     deferral = Deferral()
     with deferral:
         output = layer(x)
-    backward_input([output], [seed(output)], deferral)
+    deferral.backward([output], [seed(output)])
     x.zero_()
 
     with pytest.raises(RuntimeError, match=r"an input of shape \[3, 6\] is at version 1"):
-        backward_weight(deferral)
+        deferral.run()
 
 
 class Fails(torch.autograd.Function):
@@ -361,11 +356,11 @@ def test_parameter_frozen_after_the_forward_gets_no_gradient(frozen: list[str]) 
     deferral = Deferral()
     with deferral:
         output = layer(torch.randn(2, DIM))
-    backward_input([output], [torch.ones_like(output)], deferral)
+    deferral.backward([output], [torch.ones_like(output)])
     for name in frozen:
         layer.get_parameter(name).requires_grad_(False)
 
-    backward_weight(deferral)
+    deferral.run()
 
     assert [name for name, grad in grads_of(layer).items() if grad is None] == frozen
 

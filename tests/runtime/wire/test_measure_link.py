@@ -1,7 +1,7 @@
 import pytest
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.wire.measure_link import measure_link, measure_local_link
+from fxpipe.runtime.wire.measure_link import measure_link
 from tests.distributed.ranks import run_on_ranks
 
 
@@ -25,10 +25,3 @@ def test_all_processes_learn_the_same_link():
 
 def test_one_process_has_no_link():
     run_on_ranks(1, alone)
-
-
-def test_two_processes_are_started_for_the_local_link():
-    link = measure_local_link(repeats=3)
-
-    assert 0 < link.latency < 1
-    assert link.bytes_per_time > 1e6

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fxpipe.runtime.wire.control import Control
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport
 

@@ -61,18 +61,20 @@ class Store:
         self._questions.put(_Question(work))
 
     def ask(
-        self, work: Callable[[Any], Any], seconds: float, look: Callable[[], None] | None = None
+        self,
+        work: Callable[[Any], Any],
+        seconds: float | None = None,
+        look: Callable[[], None] | None = None,
     ) -> Any:
         """What `work` returns for the store itself. `look` is called meanwhile and may raise.
 
         Raises:
-            StoreSilentError: it takes longer than so many seconds; the methods below wait for
-                `patience` seconds.
+            StoreSilentError: it takes longer than so many seconds, or than `patience`.
         """
         question = _Question(work)
         if not self.is_silent:
             self._questions.put(question)
-            end = time.monotonic() + seconds
+            end = time.monotonic() + (self.patience if seconds is None else seconds)
             while look is not None and not question.is_over.wait(_SLICE):
                 look()
                 if time.monotonic() > end:
@@ -86,18 +88,13 @@ class Store:
         return question.answer
 
     def set(self, key: str, value: str) -> None:
-        self.ask(lambda store: store.set(key, value), self.patience)
+        self.ask(lambda store: store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        return bytes(self.ask(lambda store: store.get(key), self.patience))
+        return bytes(self.ask(lambda store: store.get(key)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self.ask(lambda store: store.check(keys), self.patience))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return bytes(
-            self.ask(lambda store: store.compare_set(key, expected, desired), self.patience)
-        )
+        return bool(self.ask(lambda store: store.check(keys)))
 
 
 def _answer(connect: Callable[[], Any], questions: _Questions) -> None:

@@ -13,32 +13,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fxpipe.runtime.wire.failure import Failure
+if TYPE_CHECKING:
+    from fxpipe.runtime.control.group_control import GroupControl
 
-__all__ = ["GRACE", "POLL", "SILENCE", "Life", "Watch", "Watched"]
+__all__ = ["GRACE", "POLL", "SILENCE", "Life", "Watch"]
 
 POLL = 0.1  # seconds between two looks at the store; more where many ranks share it
 SILENCE = 30.0  # seconds without a sign of life after which a rank on another host is gone
 GRACE = 1.0  # seconds in which a rank reads what one that has ended may still have sent
-
-
-class Watched(Protocol):
-    """What the thread looks after."""
-
-    failure: Failure | None
-
-    @property
-    def poll(self) -> float: ...
-
-    @property
-    def needs_signs(self) -> bool: ...
-
-    def watch(self, is_active: bool) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Life:
@@ -102,77 +87,53 @@ def _close_handles(handles: Sequence[int]) -> None:
 
 
 class Watch:
-    """The thread that looks around while a call is made."""
+    """The thread that looks around while a call is made; it ends with the control."""
 
-    def __init__(self, control: Watched) -> None:
-        self._state = _WatchState()
-        self._thread: threading.Thread | None = None
+    def __init__(self, control: GroupControl) -> None:
         self._control = weakref.ref(control)
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._is_active = False
         # At exit the thread must be over: it would use the store while that is torn down.
-        weakref.finalize(control, _stop, self._state)
+        weakref.finalize(control, self._end)
 
-    def start(self, status: Callable[[], str]) -> None:
-        self._state.status = status
-        self._state.is_active = True
+    def start(self) -> None:
+        self._is_active = True
         if self._thread is None:
-            self._thread = self._state.thread = threading.Thread(
-                target=_look_again_and_again,
-                args=(self._control, self._state),
-                name="fxpipe-watch",
-                daemon=True,
-            )
+            self._thread = threading.Thread(target=self._run, name="fxpipe-watch", daemon=True)
             self._thread.start()
-        self._state.wake.set()
+        self._wake.set()
 
     def stop(self) -> None:
-        self._state.is_active = False
-        self._state.status = _idle
+        self._is_active = False
 
-    def status(self) -> str:
-        return self._state.status()
+    def _end(self) -> None:
+        self._over.set()
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
 
-
-def _idle() -> str:
-    return "not inside a call"
-
-
-class _WatchState:
-    def __init__(self) -> None:
-        self.wake = threading.Event()
-        self.over = threading.Event()
-        self.is_active = False
-        self.status: Callable[[], str] = _idle
-        self.thread: threading.Thread | None = None
-
-
-def _stop(state: _WatchState) -> None:
-    state.over.set()
-    state.wake.set()
-    if state.thread is not None and state.thread is not threading.current_thread():
-        state.thread.join(1.0)
-
-
-def _look_again_and_again(control: weakref.ref[Watched], state: _WatchState) -> None:
-    since = 0.0
-    while not state.over.is_set() and not sys.is_finalizing():
-        alive = control()
-        if alive is None:
-            return
-        pause, signs = alive.poll, alive.needs_signs
-        if state.is_active or signs:
-            try:
-                alive.watch(state.is_active)
-            except Exception:  # the store is gone: nothing to learn any more
-                signs = False
-                state.is_active = False
-        if state.is_active and alive.failure is not None and alive.failure.is_final:
-            since = since or time.monotonic()
-            if time.monotonic() - since > GRACE:
-                alive.close()  # whoever is blocked in a transfer has to be woken
-        del alive
-        if state.is_active or signs:
-            state.over.wait(pause if state.is_active else 1.0)
-        else:
-            state.wake.clear()
-            if not state.is_active:
-                state.wake.wait()
+    def _run(self) -> None:
+        since = 0.0
+        while not self._over.is_set() and not sys.is_finalizing():
+            control = self._control()
+            if control is None:
+                return
+            pause, signs = control.poll, control.life.needs_signs
+            if self._is_active or signs:
+                try:
+                    control.watch(self._is_active)
+                except Exception:  # the store is gone: nothing to learn any more
+                    self._is_active = signs = False
+            if self._is_active and control.board.is_over:
+                since = since or time.monotonic()
+                if time.monotonic() - since > GRACE:
+                    control.close()  # whoever is blocked in a transfer has to be woken
+            del control
+            if self._is_active or signs:
+                self._over.wait(pause if self._is_active else 1.0)
+            else:
+                self._wake.clear()
+                if not self._is_active:
+                    self._wake.wait()

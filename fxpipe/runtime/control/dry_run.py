@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fxpipe.runtime.wire.control import LocalControl
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.runtime.wire.transport import Incoming, TensorShape
 
@@ -28,13 +28,12 @@ def is_fake(group: Any) -> bool:
     return isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "fake"
 
 
-class DryControl(LocalControl):
+class DryControl(Control):
     """The other ranks agree to everything."""
 
     is_dry = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
         self.rank = group.rank()
         self.size = group.size()
 

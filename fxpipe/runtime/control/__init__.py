@@ -1,0 +1,1 @@
+"""Let ranks agree, and learn at once what went wrong elsewhere."""

@@ -47,18 +47,19 @@ class Rollback:
         self._held: list[tuple[nn.Module, dict[str, torch.Tensor | None]]] = []
         self._buffers: list[tuple[str, torch.Tensor, int, torch.Tensor | None]] = []
         seen: set[int] = set()
-        for prefix, root in modules:
-            for path, module in root.named_modules(prefix=prefix):
-                if buffers_of(module):
-                    self._held.append((module, dict(buffers_of(module))))
-                for key, buffer in buffers_of(module).items():
-                    if buffer is None or id(buffer) in seen or buffer.is_inference():
-                        continue
-                    seen.add(id(buffer))
-                    name = f"{path}.{key}"
-                    keep = not changing.is_known or name in changing.names
-                    copy = buffer.detach().clone() if keep and not buffer.is_meta else None
-                    self._buffers.append((name, buffer, version_of(buffer), copy))
+        for path, module in modules:
+            buffers = buffers_of(module)
+            if not buffers:
+                continue
+            self._held.append((module, dict(buffers)))
+            for key, buffer in buffers.items():
+                if buffer is None or id(buffer) in seen or buffer.is_inference():
+                    continue
+                seen.add(id(buffer))
+                name = f"{path}.{key}"
+                keep = not changing.is_known or name in changing.names
+                copy = buffer.detach().clone() if keep and not buffer.is_meta else None
+                self._buffers.append((name, buffer, version_of(buffer), copy))
 
     def commit(self) -> None:
         """The step succeeded: remember which buffers it changed."""

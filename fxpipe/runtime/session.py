@@ -24,6 +24,7 @@ from fxpipe.runtime.agree.inputs import signature
 from fxpipe.runtime.agree.module_state import ModuleState, surroundings
 from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
 from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan
+from fxpipe.runtime.agree.tied_copies import TiedCopies
 from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.control.group_control import GroupControl, control_of
@@ -71,12 +72,13 @@ class Session:
         self._is_busy = False
         self._control: Control | None = None
         self._transports: Mapping[int, Transport] = {}
-        self._state = ModuleState(stages)
+        self.state = ModuleState(stages)
         self._device_types = sorted({stage.device.type for stage in stages})
         self._keys: OrderedDict[Any, int] = OrderedDict()
         self._num_keys = 0
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self._tied_epoch = 0
+        self._copies = TiedCopies()
         self._gave_up: list[GradSync] = []
         self._batch_weight = 1.0  # of the latest batch with auxiliary losses beside a weighted sum
 
@@ -203,14 +205,17 @@ class Session:
             key = self._key_of(call)
         except BaseException as error:
             problem = error
-        vectors = control.exchange([problem is not None, key, self.records_spans])
+        advance = self._copies.advance(self.state.epoch)
+        vectors = control.exchange([problem is not None, key, self.records_spans, advance])
         if any(v[0] for v in vectors):
             agree(control, problem)
+        self._copies.check([v[3] for v in vectors], control)
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
         if found is None:
             found = self._make_plan(call, chunks, key, control)
         self._plans.move_to_end(keys)
+        self._copies.note(found.tied, self.state.epoch)
         return found, call, chunks, records
 
     def _make_plan(self, call: Call, chunks: Chunks, key: int, control: Control) -> StepPlan:
@@ -238,7 +243,7 @@ class Session:
                 "problem": None if problem is None else described(problem),
                 "key": key,
                 "pipeline": maker.pipeline_facts(),
-                "ties": self._state.epoch != self._tied_epoch,
+                "ties": self.state.epoch != self._tied_epoch,
                 "brief": brief,
             }
         )
@@ -253,7 +258,7 @@ class Session:
             self._transports,
             broadcasts_tied=any(one["ties"] for one in said),
         )
-        self._tied_epoch = self._state.epoch
+        self._tied_epoch = self.state.epoch
         self._plans[tuple(one["key"] for one in said)] = plan
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
@@ -302,7 +307,7 @@ class Session:
         key = (
             call.training,
             signature(call.args, call.kwargs, call.target),
-            self._state.key(),
+            self.state.key(),
             surroundings(self._device_types),
             self.hooks.version,
         )

@@ -131,16 +131,16 @@ class StepRun:
 
     def _keep(self) -> None:
         """Keep gradients and buffers. Copies first: what cannot be copied has not been touched."""
-        modules = [(f"stage {i}", stage.submod) for i, stage in self.session.stages.items()]
-        parameters = self.session.parameters() if self.trains else []
+        state = self.session.state
+        parameters = state.parameters if self.trains else []
         # Old gradients go aside where the step's own must be told apart from them.
         apart = parameters
         if self.session.sums_weights is False:
             groups = self.plan.tied
             apart = [p for g in groups for some in g.parameters.values() for p in some]
         ids = {id(p) for p in apart}
-        kept = [p for p in parameters if id(p) not in ids]
-        self._rollback = Rollback(kept, modules, self.session.changing)
+        kept = [p for p in parameters if id(p) not in ids] if ids else parameters
+        self._rollback = Rollback(kept, state.modules, self.session.changing)
         if self.trains:
             self._stash = ties.GradStash(apart)
             for runner in self.plan.runners.values():

@@ -29,7 +29,8 @@ def split(module: nn.Module, x: Tensor, *, wants_grad: bool) -> tuple[Tensor, Gr
     deferral = Deferral()
     with deferral:
         output = module(value)
-    deferral.backward([output], [seed(output)])
+    if output.requires_grad:
+        deferral.backward([output], [seed(output)])
     deferral.run()
     return output.detach(), {"input": slots.take(0), **grads_of(module)}
 

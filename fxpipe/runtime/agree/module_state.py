@@ -34,6 +34,9 @@ class ModuleState:
         self._stages = stages
         self._objects: list[Any] = []
         self.epoch = 0
+        self.modules: list[tuple[str, nn.Module]] = []
+        """All modules with their names, as the latest `key` found them."""
+        self.parameters: list[Any] = []
 
     def key(self) -> tuple[Any, ...]:
         """Equal for two states that a plan need not tell apart."""
@@ -47,6 +50,14 @@ class ModuleState:
         if not same:
             self._objects = objects  # kept alive: no other object can get the same address
             self.epoch += 1
+            self.modules = [
+                found
+                for stage in self._stages
+                for found in stage.submod.named_modules(prefix=f"stage {stage.stage_index}")
+            ]
+            self.parameters = list(
+                {id(p): p for p in objects if isinstance(p, torch.Tensor)}.values()
+            )
         return (self.epoch, *flags)
 
 

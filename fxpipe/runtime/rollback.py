@@ -76,7 +76,8 @@ class Rollback:
             for p, grad, copy in self._grads:
                 if grad is not None and copy is not None:
                     grad.copy_(copy)
-                p.grad = grad
+                if p.grad is not grad:
+                    p.grad = grad
             for name, buffer, version, before in self._buffers:
                 if before is None and version_of(buffer) == version:
                     continue

@@ -8,6 +8,7 @@ call has one deadline, and ranks that make different calls are told so.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,7 +70,7 @@ class Session:
         self.run: StepRun | None = None  # while it runs
         self._running: StepPlan | None = None
         self._number = 0
-        self._is_busy = False
+        self._busy = threading.Lock()
         self._control: Control | None = None
         self._transports: Mapping[int, Transport] = {}
         self.state = ModuleState(stages)
@@ -98,12 +99,11 @@ class Session:
             InputError: another call of this schedule is not over yet.
             RemoteStageError: an earlier call has broken the connection to the other ranks.
         """
-        if self._is_busy:
+        if not self._busy.acquire(blocking=False):
             raise InputError(
                 f"{name}() was called while another call of the same schedule is not over: "
                 "from a hook, a loss function, or another thread"
             )
-        self._is_busy = True
         try:
             deadline = Deadline(self.options.timeout)
             control = self._control
@@ -118,8 +118,8 @@ class Session:
             with control.call(name, self._number, deadline, self._status):
                 yield control
         finally:
-            self._is_busy = False
             self._running = self.run = None
+            self._busy.release()
 
     def _status(self) -> str:
         running = self._running
@@ -177,9 +177,10 @@ class Session:
 
     def _tell_replicas(self, call: Call, message: str) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""
-        syncs = {i: grad_sync(stage.submod) for i, stage in self.stages.items()}
-        trains = call.training and self.plan is not None and self.plan.has_loss
-        if not trains or all(isinstance(sync, NoSync) for sync in syncs.values()):
+        if not call.training or self.plan is None or not self.plan.has_loss:
+            return
+        syncs = {i: grad_sync(runner.module) for i, runner in self.plan.runners.items()}
+        if all(isinstance(sync, NoSync) for sync in syncs.values()):
             return
         sharded = any(sync.is_sharded for sync in syncs.values())
         lowered = lower(

@@ -7,6 +7,7 @@ only if the call succeeded.
 
 import contextlib
 import copy
+import ctypes
 import os
 import signal
 import socket
@@ -150,26 +151,34 @@ class Record:
 
 
 class Points:
-    """Where something may happen; one event is armed at a time."""
+    """Where something may happen; one event is armed at a time.
+
+    A stage may run on made-up tensors first, and whatever Python knows is put back after that: so
+    what has happened is noted where Python does not look.
+    """
 
     def __init__(self) -> None:
         self.event: Event | None = None
         self.timeout = 0.0
-        self.fired = False
-        self._left = 0
+        self._fired = ctypes.c_bool(False)
+        self._left = ctypes.c_int(0)
+
+    @property
+    def fired(self) -> bool:
+        return self._fired.value
 
     def arm(self, event: Event | None, timeout: float) -> None:
-        self.event, self.timeout, self.fired = event, timeout, False
-        self._left = 0 if event is None else event.nth
+        self.event, self.timeout, self._fired.value = event, timeout, False
+        self._left.value = 0 if event is None else event.nth
 
     def reach(self, where: str, stage: int) -> None:
         event = self.event
         if event is None or event.where != where or event.stage != stage or self.fired:
             return
-        if self._left:
-            self._left -= 1
+        if self._left.value:
+            self._left.value -= 1
             return
-        self.fired = True
+        self._fired.value = True
         happen(event, self.timeout)
 
 

@@ -43,7 +43,7 @@ def leaf_key(leaf: Any) -> Any:
         return (type(leaf), repr(leaf))
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:  # unhashable, or its own __hash__ fails
         return _Unlike(leaf)
     return (type(leaf), leaf)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.torch_inside import (
     backward_hooks,
@@ -45,6 +46,11 @@ class ModuleState:
         seen: set[int] = set()
         for stage in self._stages:
             objects.append(stage.dw_builder)
+            if not isinstance(stage.submod, nn.Module):
+                raise InputError(
+                    f"the submod of stage {stage.stage_index} must be a torch.nn.Module, got "
+                    f"{type(stage.submod).__name__}"
+                )
             _collect(stage.submod, objects, flags, seen)
         same = len(objects) == len(self._objects) and all(map(operator.is_, objects, self._objects))
         if not same:

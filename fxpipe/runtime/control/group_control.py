@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ class GroupControl(Control):
         self.board = Board(Store(connect_store), prefix, self.rank, self.size)
         self.schedules = 0
         self.poll = POLL * max(1.0, dist.get_world_size() / 256)
-        self._is_busy = False
+        self._busy = threading.Lock()
         self._group = weakref.ref(group)
         self._sequence = 0
         self._call = (0, 0)
@@ -168,12 +169,12 @@ class GroupControl(Control):
         if self.board.failure is not None and self.board.is_over:
             more = "the connection to the other ranks is broken since then: make a new schedule"
             raise remote_error(self.board.failure, more)
-        if self._is_busy:
+        if not self._busy.acquire(blocking=False):
             raise InputError(
                 f"{call}() was called while a call of another schedule of the same process group "
                 "is not over: from a hook, a loss function, or another thread"
             )
-        self._is_busy, self.raises_everywhere = True, False
+        self.raises_everywhere = False
         self._call = (CALLS.index(call), schedule)
         self._deadline = deadline
         self.failure = None
@@ -183,7 +184,7 @@ class GroupControl(Control):
         self._watch.start()
 
     def end(self) -> None:
-        self._is_busy = False
+        self._busy.release()
         self._watch.stop()
         self.board.status = idle
         if self.board.is_over:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fxpipe.errors import FxpipeError
 from fxpipe.runtime.control.board import HOLDER, Board
 from fxpipe.runtime.control.store import PATIENCE, Store, StoreSilentError
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
@@ -57,16 +58,21 @@ def meet(board: Board, deadline: Deadline) -> Met:
         found = _hello(board, {"host": _host(), "pid": os.getpid(), "folder": folder}, deadline)
         here = found[board.rank]["host"]
         near = {r: h for r, h in enumerate(found) if h["host"] == here and r != board.rank}
-        try:
-            gloo = _make_group(board, deadline)
-            sockets: dict[int, socket.socket] = {}
-            if listener is not None and None not in [h["folder"] for h in found]:
-                folders = {r: h["folder"] for r, h in near.items()}
-                sockets = listener.connect(board.rank, folders, deadline, board.look_and_raise)
-        except BaseException as error:
-            kind, text = described(error)
-            failure = Failure(board.rank, kind, f"cannot connect: {text}", "broken")
-            raise remote_error(board.report(failure)) from error
+        gloo = _make_group(board, deadline)
+        sockets: dict[int, socket.socket] = {}
+        if listener is not None and None not in [h["folder"] for h in found]:
+            folders = {r: h["folder"] for r, h in near.items()}
+            sockets = listener.connect(board.rank, folders, deadline, board.look_and_raise)
+    except FxpipeError:
+        raise  # which all ranks have been told
+    except BaseException as error:
+        kind, text = described(error)
+        can_connect = not isinstance(error, OSError | RuntimeError)
+        text = text if can_connect else f"cannot connect: {text}"
+        failure = board.report(Failure(board.rank, kind, text, "broken"))
+        if can_connect:
+            raise  # an interrupt, say
+        raise remote_error(failure) from error
     finally:
         if listener is not None:
             listener.close()

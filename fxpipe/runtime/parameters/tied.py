@@ -151,6 +151,8 @@ class GradStash:
         self._before = [p.grad for p in self._parameters]
         pairs = zip(self._parameters, self._before, strict=True)
         self.earlier = {p: before for p, before in pairs if before is not None}
+        for p, before in self.earlier.items():
+            p.grad = before  # what does not fit could not be put back: it fails here
         for p in self._parameters:
             p.grad = None
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxpipe import FxpipeError, RemoteStageError, Schedule1F1B, TensorChunkSpec
+from fxpipe import (
+    FxpipeError,
+    RemoteStageError,
+    Schedule1F1B,
+    TensorChunkSpec,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.distributed.bodies import blocks, mse, plain_gradients, rand, stages_of
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
@@ -113,7 +121,51 @@ def call_within_a_call(rank: int, modules: list[nn.Module]) -> Any:
     return inner, lambda: made.step(X, target=Y), "of another schedule of the same process group"
 
 
+def tied_copy_changed_on_one_rank(rank: int, modules: list[nn.Module]) -> Any:
+    odd = blocks(2)
+    made = schedule(rank, odd, tied=[[(0, "linear.weight"), (1, "linear.weight")]])
+    made.step(X, target=Y)
+    if rank:
+        odd[1].load_state_dict({k: v + 1 for k, v in odd[1].state_dict().items()})
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "have different values"
+
+
+def module_that_is_none(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+
+    def step() -> None:
+        if not rank:
+            made.stages[0].submod = None
+        try:
+            made.step(X, target=Y)
+        finally:
+            made.stages[0].submod = modules[rank]
+
+    return made, step, "must be a torch.nn.Module, got NoneType"
+
+
+def gradient_that_does_not_fit(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+    weight = next(modules[rank].parameters())
+    before = weight.data
+
+    def step() -> None:
+        if rank:
+            weight.data = before.to(torch.float16)
+        try:
+            made.step(X, target=Y)
+        finally:
+            weight.data = before
+
+    return made, step, "dtype"
+
+
 CAUSES = [
+    tied_copy_changed_on_one_rank,
+    module_that_is_none,
+    gradient_that_does_not_fit,
     spec_of_no_input,
     losses_that_is_no_list,
     clip_to_other_norms,
@@ -175,6 +227,48 @@ def interrupted_between_two_exchanges(rank: int) -> None:
 def test_an_interrupt_while_agreeing_breaks_the_schedule_on_all_ranks() -> None:
     # Between two exchanges nobody is told: the other ranks waited out their timeout.
     run_on_ranks(2, interrupted_between_two_exchanges)
+
+
+class RingError(Exception):
+    """Raised by a signal."""
+
+
+def ring(*_: object) -> None:
+    raise RingError("it rings")
+
+
+def interrupted_while_meeting(rank: int) -> None:
+    # The word that rank 0 had left in the store made rank 1 wait for it as long as it could.
+    made = schedule(rank, blocks(2))
+    usual = signal.signal(signal.SIGALRM, ring)
+    if rank:
+        time.sleep(1.0)
+    else:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+    begin = time.monotonic()
+    with pytest.raises(RemoteStageError if rank else RingError, match="it rings"):
+        made.step(X, target=Y)
+
+    assert time.monotonic() - begin < SOON
+    signal.signal(signal.SIGALRM, usual)
+    made.step(X, target=Y)
+
+
+def test_an_interrupt_while_meeting_reaches_all_ranks() -> None:
+    run_on_ranks(2, interrupted_while_meeting)
+
+
+def load_without_a_stage(rank: int, folder: str) -> int:
+    # Ranks without a stage used to load by themselves, while the others waited for them.
+    group = dist.new_group([0, 1])
+    stages = stages_of(blocks(2), [rank], group) if rank < 2 else []
+    save_checkpoint(folder, stages, step=7)
+    return load_checkpoint(folder, stages).step
+
+
+def test_ranks_without_a_stage_load_with_the_others(tmp_path: Path) -> None:
+    assert run_on_ranks(3, load_without_a_stage, str(tmp_path)) == [7, 7, 7]
 
 
 def stop_who_holds_the_store(rank: int) -> None:

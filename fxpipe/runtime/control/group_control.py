@@ -82,7 +82,10 @@ def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         made = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="gloo",
-            use_local_synchronization=True,
+            # Where only some processes make a group, torch names it by the number of groups that
+            # each of them has, which may differ: they would wait for each other. So all do, if
+            # all are here.
+            use_local_synchronization=group is not dist.group.WORLD,
             sort_ranks=False,
         )
         assert made is not None

@@ -331,7 +331,7 @@ def learn_of_a_failure_late(rank: int) -> None:
     slow = Slow()
     made = schedule(rank, [nn.Sequential(module, slow) for module in blocks(2)])
     made.step(X, target=Y)
-    store = made._session._control._store
+    store = made._session._control.board.store
     get = store.get
 
     def late(key: str) -> bytes:

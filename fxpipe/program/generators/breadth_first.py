@@ -7,13 +7,18 @@ the next stage of the rank begins. All residuals live at once.
 from __future__ import annotations
 
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.generators.sizes import ANY, ONE, check_sizes
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.generators.entry import ANY, ONE, schedule
+from fxpipe.program.program import Placement
 
 __all__ = ["gpipe", "looped_bfs"]
 
 
-def gpipe(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "GPipe", ONE, "AFAB", "FillDrain",
+    what="All forwards, then all backwards.",
+    when="Few microbatches, or activations that are checkpointed; simplest to debug.",
+)  # fmt: skip
+def gpipe(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Run every forward, then every backward; one stage per rank.
 
     Two ranks, three microbatches:
@@ -23,15 +28,16 @@ def gpipe(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
 
     With p ranks and m microbatches, (p - 1) / (m + p - 1) of the time is idle and
     m residuals live at once.
-
-    Raises:
-        ScheduleError: not one stage per rank, or a count below one.
     """
-    check_sizes("GPipe", num_ranks, num_stages, num_microbatches, allowed=ONE)
-    return _breadth_first(num_ranks, num_stages, num_microbatches, "GPipe")
+    return _breadth_first(placement, num_microbatches)
 
 
-def looped_bfs(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "LoopedBFS", ANY, "BFS", "BreadthFirst",
+    what="All microbatches through one stage of a rank before its next stage.",
+    when="Sharded parameters, since each stage is gathered only twice a step.",
+)  # fmt: skip
+def looped_bfs(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Run all microbatches through a stage, then through the rank's next stage.
 
     Two ranks, four stages, two microbatches:
@@ -43,20 +49,15 @@ def looped_bfs(num_ranks: int, num_stages: int, num_microbatches: int) -> Progra
     the time is idle (for m >= p) and m microbatches of the rank's layers live at
     once. A stage's parameters are used in one stretch per direction, which suits
     sharded parameters: each is gathered twice a step.
-
-    Raises:
-        ScheduleError: the stages do not spread evenly, or a count below one.
     """
-    check_sizes("LoopedBFS", num_ranks, num_stages, num_microbatches, allowed=ANY)
-    return _breadth_first(num_ranks, num_stages, num_microbatches, "LoopedBFS")
+    return _breadth_first(placement, num_microbatches)
 
 
-def _breadth_first(num_ranks: int, num_stages: int, num_microbatches: int, name: str) -> Program:
-    placement = Placement.loop(num_ranks, num_stages)
+def _breadth_first(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     ranks = []
-    for rank in range(num_ranks):
-        stages = range(rank, num_stages, num_ranks)
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
         passes = [(Kind.FORWARD, s) for s in stages]
         passes += [(Kind.BACKWARD, s) for s in reversed(stages)]
         ranks.append([Action(k, s, m) for k, s in passes for m in range(num_microbatches)])
-    return Program.of(placement, num_microbatches, ranks, name=name)
+    return ranks

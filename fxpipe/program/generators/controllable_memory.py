@@ -26,9 +26,9 @@ weight gradient.
 from __future__ import annotations
 
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.generators.sizes import TWO, check_sizes
+from fxpipe.program.generators.entry import TWO, schedule
 from fxpipe.program.generators.slots import fill_weights
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.program import Placement
 
 __all__ = ["v_half", "v_min"]
 
@@ -44,7 +44,12 @@ _BLOCK = (
 Block = tuple[int, int, int, int]
 
 
-def v_half(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "VHalf", TWO, "VHalfMemory", style="v", splits=True,
+    what="Half the memory of 1F1B at half its waiting, if F, I and W cost alike.",
+    when="Activations that do not fit with ZBV.",
+)  # fmt: skip
+def v_half(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Half the memory of 1F1B at half its waiting.
 
     Two ranks, four stages, three microbatches:
@@ -57,11 +62,8 @@ def v_half(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     p > 2 (3 / (6 m + 3) for p = 2), against (6 p - 6) / (6 m + 6 p - 6) for 1F1B:
     p = 8, m = 32 measures 9.4 % against 17.9 %. Uneven times cost more: 19.9 % if an
     input gradient takes 1.4 and a weight gradient 0.6 forwards.
-
-    Raises:
-        ScheduleError: not two stages per rank, or a count below one.
     """
-    check_sizes("VHalf", num_ranks, num_stages, num_microbatches, allowed=TWO)
+    num_ranks = placement.num_ranks
     turn = 2 if num_ranks % 2 else 5
     blocks = [
         (
@@ -72,10 +74,15 @@ def v_half(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         )
         for rank in range(num_ranks)
     ]
-    return _repeat(blocks, num_microbatches, limit=num_ranks // 2 + 1, name="VHalf")
+    return _repeat(placement, blocks, num_microbatches, limit=num_ranks // 2 + 1)
 
 
-def v_min(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "VMin", TWO, "VMinMemory", style="v", splits=True,
+    what="A third of the memory of 1F1B; waits less only if F, I and W cost alike.",
+    when="Activations that do not fit with V-Half.",
+)  # fmt: skip
+def v_min(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """A third of the memory of 1F1B at less than its waiting.
 
     Two ranks, four stages, three microbatches:
@@ -89,11 +96,8 @@ def v_min(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     1F1B waits: p = 8, m = 32 measures 12.3 % against 17.9 %. The price is paid when
     times are uneven: microbatches pass without a slot to spare, and 12.3 % become
     35.9 % if an input gradient takes 1.4 and a weight gradient 0.6 forwards.
-
-    Raises:
-        ScheduleError: not two stages per rank, or a count below one.
     """
-    check_sizes("VMin", num_ranks, num_stages, num_microbatches, allowed=TWO)
+    num_ranks = placement.num_ranks
     turn = 1 if num_ranks % 3 else 3
     blocks = [
         (
@@ -104,21 +108,20 @@ def v_min(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         )
         for rank in range(num_ranks)
     ]
-    return _repeat(blocks, num_microbatches, limit=(num_ranks + 4) // 3, name="VMin")
+    return _repeat(placement, blocks, num_microbatches, limit=(num_ranks + 4) // 3)
 
 
-def _repeat(blocks: list[Block], num_microbatches: int, *, limit: int, name: str) -> Program:
-    num_ranks = len(blocks)
-    placement = Placement.v(num_ranks, 2 * num_ranks)
+def _repeat(
+    placement: Placement, blocks: list[Block], num_microbatches: int, *, limit: int
+) -> list[list[Action]]:
     orders = []
     for rank, block in enumerate(blocks):
         assert len({slot % _PERIOD for slot in block}) == len(block)
-        up = 2 * num_ranks - 1 - rank
+        _, up = placement.stages_of(rank)
         slots = [
             (slot + _PERIOD * microbatch, Action(kind, up if is_up else rank, microbatch))
             for slot, (kind, is_up) in zip(block, _BLOCK, strict=True)
             for microbatch in range(num_microbatches)
         ]
         orders.append([action for _, action in sorted(slots)])
-    ranks = fill_weights(placement, num_microbatches, orders, limit=2 * limit)
-    return Program.of(placement, num_microbatches, ranks, name=name)
+    return fill_weights(placement, num_microbatches, orders, limit=2 * limit)

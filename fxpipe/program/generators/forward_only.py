@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
+from fxpipe.program.generators.entry import ANY, schedule
 from fxpipe.program.generators.one_f_one_b import round_sizes
-from fxpipe.program.generators.sizes import ANY, check_sizes
 from fxpipe.program.play.overtake import overtaking
 from fxpipe.program.program import Placement, Program
 
 __all__ = ["forward_only", "forward_only_on"]
 
 
-def forward_only(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "ForwardOnly", ANY, "Inference", "Eval", trains=False,
+    what="Forwards alone, on any placement of stages.",
+    when="Evaluation and inference.",
+)  # fmt: skip
+def forward_only(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Run every forward and nothing else, with stages placed on a loop of ranks.
 
     Two ranks, four stages, five microbatches:
@@ -27,12 +32,8 @@ def forward_only(num_ranks: int, num_stages: int, num_microbatches: int) -> Prog
 
     With p ranks, m >= p microbatches and v stages per rank, (p - 1) / (m v + p - 1) of
     the time is idle, the least that a pipeline can wait.
-
-    Raises:
-        ScheduleError: the stages do not spread evenly, or a count below one.
     """
-    check_sizes("ForwardOnly", num_ranks, num_stages, num_microbatches, allowed=ANY)
-    return forward_only_on(Placement.loop(num_ranks, num_stages), num_microbatches)
+    return _in_rounds(placement, num_microbatches)
 
 
 def forward_only_on(placement: Placement, num_microbatches: int) -> Program:

@@ -2,20 +2,27 @@
 
 After a warm-up of forwards each rank does a backward for every forward, so the
 number of live microbatches stays at about the number of ranks, however many
-microbatches there are. `interleaved_order` is shared with the zero-bubble
+microbatches there are. `interleaved_orders` is shared with the zero-bubble
 schedules, which follow the same order with split backwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.generators.sizes import ANY, ONE, check_sizes
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.generators.entry import ANY, ONE, schedule
+from fxpipe.program.program import Placement
 
-__all__ = ["interleaved_one_f_one_b", "interleaved_order", "one_f_one_b", "round_sizes"]
+__all__ = ["interleaved_one_f_one_b", "interleaved_orders", "one_f_one_b", "round_sizes"]
 
 
-def one_f_one_b(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "1F1B", ONE, "OneFOneB", "PipeDreamFlush",
+    what="After a warm-up, one forward and one backward in turn.",
+    when="The default with one stage per rank: little memory, few messages.",
+)  # fmt: skip
+def one_f_one_b(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Fill the pipeline, then alternate one forward and one backward.
 
     Three ranks, four microbatches:
@@ -26,15 +33,16 @@ def one_f_one_b(num_ranks: int, num_stages: int, num_microbatches: int) -> Progr
 
     As idle as GPipe, (p - 1) / (m + p - 1) of the time for p ranks and m
     microbatches, but rank r holds at most p - r residuals.
-
-    Raises:
-        ScheduleError: not one stage per rank, or a count below one.
     """
-    check_sizes("1F1B", num_ranks, num_stages, num_microbatches, allowed=ONE)
-    return _alternating(num_ranks, num_stages, num_microbatches, "1F1B")
+    return _alternating(placement, num_microbatches)
 
 
-def interleaved_one_f_one_b(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "Interleaved1F1B", ANY, "InterleavedOneFOneB", "VPP",
+    what="1F1B over several stages per rank, which divides the waiting by their number.",
+    when="Several stages per rank and a backward that cannot be split.",
+)  # fmt: skip
+def interleaved_one_f_one_b(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Alternate forwards and backwards over several stages per rank.
 
     Two ranks, four stages, four microbatches:
@@ -47,51 +55,36 @@ def interleaved_one_f_one_b(num_ranks: int, num_stages: int, num_microbatches: i
     Microbatches pass a rank's stages in rounds of g, where p <= g < 2 p and g = p
     when m is a multiple of p; a rank holds at most ((v - 1) g + 2 p - 1) / v
     microbatches of its layers. With one stage per rank it is 1F1B.
-
-    Raises:
-        ScheduleError: the stages do not spread evenly, or a count below one.
     """
-    check_sizes("Interleaved1F1B", num_ranks, num_stages, num_microbatches, allowed=ANY)
-    return _alternating(num_ranks, num_stages, num_microbatches, "Interleaved1F1B")
+    return _alternating(placement, num_microbatches)
 
 
-def _alternating(num_ranks: int, num_stages: int, num_microbatches: int, name: str) -> Program:
+def _alternating(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     # A rank's first backward comes back after a forward and a backward on each
     # later rank. With one stage per rank the forwards of that time would only pile
     # up; with several, a second forward per later rank keeps the rank busy.
-    per_later_rank = 1 if num_stages == num_ranks else 2
-    ranks = [
-        interleaved_order(
-            rank,
-            num_ranks,
-            num_stages,
-            num_microbatches,
-            backward=Kind.BACKWARD,
-            ahead=per_later_rank * (num_ranks - 1 - rank),
-        )
-        for rank in range(num_ranks)
-    ]
-    return Program.of(Placement.loop(num_ranks, num_stages), num_microbatches, ranks, name=name)
+    per_later_rank = 1 if placement.num_stages == placement.num_ranks else 2
+    return interleaved_orders(placement, num_microbatches, Kind.BACKWARD, ahead=per_later_rank)
 
 
-def interleaved_order(
-    rank: int,
-    num_ranks: int,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    backward: Kind,
-    ahead: int,
-) -> list[Action]:
-    """The rank's forwards and backwards: warm-up, alternation, cool-down.
+def interleaved_orders(
+    placement: Placement, num_microbatches: int, backward: Kind, *, ahead: int
+) -> list[list[Action]]:
+    """Each rank's forwards and backwards: warm-up, alternation, cool-down.
 
-    `ahead` is how many forwards the rank runs before its first pair, beyond those
-    that bring the first round to the rank's last stage.
+    `ahead` is how many forwards a rank runs for each later rank before its first pair,
+    beyond those that bring the first round to the rank's last stage.
     """
-    stages = range(rank, num_stages, num_ranks)
+    sizes, last = round_sizes(placement.num_ranks, num_microbatches), placement.num_ranks - 1
+    return [
+        _order(placement.stages_of(rank), sizes, backward, ahead * (last - rank))
+        for rank in range(placement.num_ranks)
+    ]
+
+
+def _order(stages: Sequence[int], sizes: Sequence[int], backward: Kind, ahead: int) -> list[Action]:
     forwards, backwards = [], []
     start = 0
-    sizes = round_sizes(num_ranks, num_microbatches)
     for size in sizes:
         microbatches = range(start, start + size)
         forwards += [Action(Kind.FORWARD, s, m) for s in stages for m in microbatches]

@@ -20,14 +20,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.generators.sizes import SEVERAL, check_sizes
+from fxpipe.program.generators.entry import SEVERAL, schedule
 from fxpipe.program.play.overtake import overtaking
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.program import Placement
 
 __all__ = ["wave"]
 
 
-def wave(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "Wave", SEVERAL, "Hanayo", style="v",
+    what="1F1B on a V that repeats, with fewer messages than a loop.",
+    when="Slow links and a backward that cannot be split.",
+)  # fmt: skip
+def wave(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Alternate forwards and backwards along a repeated V.
 
     Two ranks, four stages, four microbatches:
@@ -42,13 +47,9 @@ def wave(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     measures 9.9 % idle for two, 10.0 % for three and 7.9 % for four stages per rank.
     A rank holds at most p + (p - 1) / v + 1/2 microbatches of its layers with v stages
     per rank.
-
-    Raises:
-        ScheduleError: fewer than two stages per rank, stages that do not spread
-            evenly, or a count below one.
     """
-    per_rank = check_sizes("Wave", num_ranks, num_stages, num_microbatches, allowed=SEVERAL)
-    placement = Placement.v(num_ranks, num_stages)
+    num_ranks, num_stages = placement.num_ranks, placement.num_stages
+    per_rank = num_stages // num_ranks
     forward, backward = _timetable(num_ranks, per_rank)
     orders = []
     for rank in range(num_ranks):
@@ -60,8 +61,7 @@ def wave(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
         ]
         orders.append([action for _, action in sorted(due)])
     limit = num_stages + num_ranks - 1
-    ranks = overtaking(placement, num_microbatches, orders, limit=limit)
-    return Program.of(placement, num_microbatches, ranks, name="Wave")
+    return overtaking(placement, num_microbatches, orders, limit=limit)
 
 
 def _timetable(num_ranks: int, per_rank: int) -> tuple[list[int], list[int]]:

@@ -8,14 +8,19 @@ gradients start where microbatches enter, and every rank holds the same memory
 from __future__ import annotations
 
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.generators.sizes import TWO, check_sizes
+from fxpipe.program.generators.entry import TWO, schedule
 from fxpipe.program.generators.slots import fill_weights
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.program import Placement
 
 __all__ = ["zbv"]
 
 
-def zbv(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "ZBVZeroBubble", TWO, "ZBV", style="v", splits=True,
+    what="Stages down the ranks and up again; no rank waits after it has started.",
+    when="The least waiting at the memory of 1F1B, if F, I and W cost alike.",
+)  # fmt: skip
+def zbv(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """No waiting between a rank's first and last action, at the memory of 1F1B.
 
     Two ranks, four stages, three microbatches:
@@ -27,15 +32,10 @@ def zbv(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     only for its first input once there are 2 p - 1 microbatches; from p
     microbatches on, (p - 1) / (6 m + p - 1) of the whole time is idle. Every rank
     holds at most p microbatches of its layers.
-
-    Raises:
-        ScheduleError: not two stages per rank, or a count below one.
     """
-    check_sizes("ZBVZeroBubble", num_ranks, num_stages, num_microbatches, allowed=TWO)
-    placement = Placement.v(num_ranks, num_stages)
+    num_ranks = placement.num_ranks
     orders = [_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    ranks = fill_weights(placement, num_microbatches, orders, limit=2 * num_ranks)
-    return Program.of(placement, num_microbatches, ranks, name="ZBVZeroBubble")
+    return fill_weights(placement, num_microbatches, orders, limit=2 * num_ranks)
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:

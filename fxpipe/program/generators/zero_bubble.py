@@ -10,16 +10,21 @@ Idle shares below are for equal times of forward, input and weight gradient.
 
 from __future__ import annotations
 
-from fxpipe.program.action import Kind
-from fxpipe.program.generators.one_f_one_b import interleaved_order, round_sizes
-from fxpipe.program.generators.sizes import ANY, ONE, check_sizes
+from fxpipe.program.action import Action, Kind
+from fxpipe.program.generators.entry import ANY, ONE, schedule
+from fxpipe.program.generators.one_f_one_b import interleaved_orders, round_sizes
 from fxpipe.program.generators.slots import fill_weights
-from fxpipe.program.program import Placement, Program
+from fxpipe.program.program import Placement
 
 __all__ = ["interleaved_zero_bubble", "zb_h1", "zb_h2"]
 
 
-def zb_h1(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "ZBH1", ONE, "ZeroBubbleH1", splits=True,
+    what="1F1B with weight gradients in the holes: a third of the waiting.",
+    when="One stage per rank and the memory of 1F1B.",
+)  # fmt: skip
+def zb_h1(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """1F1B with weight gradients in the holes, at the memory of 1F1B.
 
     Three ranks, four microbatches:
@@ -30,15 +35,16 @@ def zb_h1(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
 
     With p ranks and m >= p microbatches, (p - 1) / (3 m + p - 1) of the time is
     idle, a third of what 1F1B waits. Every rank holds at most p residuals.
-
-    Raises:
-        ScheduleError: not one stage per rank, or a count below one.
     """
-    check_sizes("ZBH1", num_ranks, num_stages, num_microbatches, allowed=ONE)
-    return _one_period(num_ranks, num_stages, num_microbatches, "ZBH1")
+    return _one_period(placement, num_microbatches)
 
 
-def interleaved_zero_bubble(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "InterleavedZeroBubble", ANY, "ZB1P", "InterleavedZB", splits=True,
+    what="Interleaved 1F1B with weight gradients in the holes, at the memory of 1F1B.",
+    when="Several stages per rank and little waiting at the memory of 1F1B.",
+)  # fmt: skip
+def interleaved_zero_bubble(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """Interleaved 1F1B with weight gradients in the holes (ZB1P).
 
     Two ranks, four stages, two microbatches:
@@ -51,15 +57,16 @@ def interleaved_zero_bubble(num_ranks: int, num_stages: int, num_microbatches: i
     microbatches of its layers; otherwise the rounds of microbatches are longer
     than p (but shorter than 2 p), and so is what a rank holds for its stages but
     one. With one stage per rank it is ZB-H1.
-
-    Raises:
-        ScheduleError: the stages do not spread evenly, or a count below one.
     """
-    check_sizes("InterleavedZeroBubble", num_ranks, num_stages, num_microbatches, allowed=ANY)
-    return _one_period(num_ranks, num_stages, num_microbatches, "InterleavedZeroBubble")
+    return _one_period(placement, num_microbatches)
 
 
-def zb_h2(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
+@schedule(
+    "ZBH2", ONE, "ZeroBubbleH2", "ZB2P", splits=True,
+    what="A warm-up twice as long, so that no rank waits once it has started.",
+    when="One stage per rank and twice the memory of 1F1B to spare.",
+)  # fmt: skip
+def zb_h2(placement: Placement, num_microbatches: int) -> list[list[Action]]:
     """No waiting between a rank's first and last action, at twice the memory.
 
     Two ranks, four microbatches:
@@ -71,43 +78,16 @@ def zb_h2(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
     the first gradient comes back. With p ranks and m >= 2 p - 1 microbatches a
     rank waits only for its first input; the last rank so ends p - 1 slots later
     than the first. Every rank holds at most 2 p - 1 residuals.
-
-    Raises:
-        ScheduleError: not one stage per rank, or a count below one.
     """
-    check_sizes("ZBH2", num_ranks, num_stages, num_microbatches, allowed=ONE)
-    placement = Placement.loop(num_ranks, num_stages)
-    orders = [
-        interleaved_order(
-            rank,
-            num_ranks,
-            num_stages,
-            num_microbatches,
-            backward=Kind.BACKWARD_INPUT,
-            ahead=2 * (num_ranks - 1 - rank),
-        )
-        for rank in range(num_ranks)
-    ]
-    ranks = fill_weights(placement, num_microbatches, orders, limit=2 * num_ranks - 1)
-    return Program.of(placement, num_microbatches, ranks, name="ZBH2")
+    orders = interleaved_orders(placement, num_microbatches, Kind.BACKWARD_INPUT, ahead=2)
+    return fill_weights(placement, num_microbatches, orders, limit=2 * placement.num_ranks - 1)
 
 
-def _one_period(num_ranks: int, num_stages: int, num_microbatches: int, name: str) -> Program:
-    placement = Placement.loop(num_ranks, num_stages)
-    orders = [
-        interleaved_order(
-            rank,
-            num_ranks,
-            num_stages,
-            num_microbatches,
-            backward=Kind.BACKWARD_INPUT,
-            ahead=num_ranks - 1 - rank,
-        )
-        for rank in range(num_ranks)
-    ]
+def _one_period(placement: Placement, num_microbatches: int) -> list[list[Action]]:
+    orders = interleaved_orders(placement, num_microbatches, Kind.BACKWARD_INPUT, ahead=1)
     # What rank 0 holds when it starts to alternate, allowed to all: the later ranks,
     # which start with fewer forwards, use the rest to put weight gradients off.
+    num_ranks = placement.num_ranks
     longest_round = max(num_ranks, round_sizes(num_ranks, num_microbatches)[0])
-    limit = (num_stages // num_ranks - 1) * longest_round + num_ranks
-    ranks = fill_weights(placement, num_microbatches, orders, limit=limit)
-    return Program.of(placement, num_microbatches, ranks, name=name)
+    limit = (placement.num_stages // num_ranks - 1) * longest_round + num_ranks
+    return fill_weights(placement, num_microbatches, orders, limit=limit)

@@ -27,7 +27,6 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 
 from fxpipe.chunking.specs import (
     CustomReducer,
@@ -39,7 +38,7 @@ from fxpipe.chunking.specs import (
     spec_text,
 )
 from fxpipe.chunking.tree import Node, Path, Template, build, open_node, path_text
-from fxpipe.chunking.values import describe, is_dtensor, is_value, join, num_dims, num_rows
+from fxpipe.chunking.values import describe, is_dtensor, join
 from fxpipe.errors import InputError
 
 __all__ = ["merge_chunks"]
@@ -84,7 +83,7 @@ class _Group:
 
     @property
     def all_values(self) -> bool:
-        return all(is_value(value) for value in self.values)
+        return all(isinstance(value, torch.Tensor) for value in self.values)
 
 
 class _Merger:
@@ -148,10 +147,10 @@ class _Merger:
         spec, values = group.spec, group.values
         if isinstance(spec, CustomReducer) and self.is_reduced(group):
             return functools.reduce(spec.reduce_fn, values, spec.init_value)
-        if isinstance(spec, Replicate) or not (is_value(values[0]) or group.all_values):
+        if isinstance(spec, Replicate) or not isinstance(values[0], torch.Tensor):
             return self.agree(group)
         if not group.all_values:
-            odd = next(i for i, v in enumerate(values) if is_value(v) != is_value(values[0]))
+            odd = next(i for i, v in enumerate(values) if not isinstance(v, torch.Tensor))
             self.fault(group.path, _different(values, odd))
             return None
         if isinstance(spec, TensorChunkSpec):
@@ -165,11 +164,8 @@ class _Merger:
 
     def by_default(self, group: _Group) -> Any:
         values = group.values
-        is_mask = isinstance(values[0], BlockMask)
-        if all(num_dims(value) == 0 for value in values):
-            return self.average(group) if not is_mask and _is_mean(values) else self.agree(group)
-        if is_mask and all(num_rows(v) == 1 and _equal(v, values[0]) for v in values):
-            return values[0]  # one row that stands for all rows
+        if all(value.dim() == 0 for value in values):
+            return self.average(group) if _is_mean(values) else self.agree(group)
         if self.rows is not None and not _fits(values, self.rows):
             return self.agree(group)
         return self.concatenate(group, 0)
@@ -187,12 +183,12 @@ class _Merger:
 
     def concatenate(self, group: _Group, dim: int) -> Any:
         values = group.values
-        dims = num_dims(values[0])
+        dims = values[0].dim()
         if not -dims <= dim < dims:
             self.fault(group.path, f"{describe(values[0])} has no dimension {dim}")
             return None
         dim %= dims
-        if any(isinstance(value, torch.Tensor) and value.is_nested for value in values):
+        if any(value.is_nested for value in values):
             self.fault(group.path, "nested tensors cannot be concatenated", is_unclear=True)
             return None
         form = _form(values[0], dim)
@@ -237,9 +233,9 @@ def _sizes(group: _Group) -> list[int] | None:
     """How many rows of this leaf every microbatch has, if it is going to be concatenated."""
     dim = group.spec.split_dim if isinstance(group.spec, TensorChunkSpec) else 0
     can_cut = isinstance(group.spec, TensorChunkSpec | None) and group.all_values
-    if not can_cut or not all(-num_dims(v) <= dim < num_dims(v) for v in group.values):
+    if not can_cut or not all(-v.dim() <= dim < v.dim() for v in group.values):
         return None
-    return [num_rows(value, dim) for value in group.values]
+    return [int(value.size(dim)) for value in group.values]
 
 
 def _same_structure(one: Any, node: Node | None, other: Any, other_node: Node | None) -> bool:
@@ -254,16 +250,14 @@ def _is_mean(values: list[Any]) -> bool:
 
 def _fits(values: list[Any], rows: Sequence[int]) -> bool:
     """Whether dimension 0 is the rows of every microbatch, or one multiple of them."""
-    if not all(num_dims(value) for value in values):
+    if not all(value.dim() for value in values):
         return False
-    sizes = [num_rows(value) for value in values]
+    sizes = [int(value.size(0)) for value in values]
     factor, rest = divmod(sizes[0], rows[0]) if rows[0] else (1, 0)
     return rest == 0 and factor > 0 and sizes == [factor * size for size in rows]
 
 
 def _form(value: Any, dim: int) -> Any:
-    if isinstance(value, BlockMask):
-        return BlockMask
     shape = value.shape
     kind = (type(value), value.dtype, value.device, value.layout)
     return kind, len(shape), shape[:dim], shape[dim + 1 :]
@@ -279,9 +273,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         alike = (one.shape, one.dtype) == (other.shape, other.dtype)
         return alike and torch.equal(one, other)
-    if isinstance(one, BlockMask):
-        left, right = vars(one), vars(other)
-        return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
     try:
         return bool(one == other or (one != one and other != other))  # nan
     except (TypeError, ValueError, RuntimeError):

@@ -133,15 +133,13 @@ def cut(value: Any, dim: int, rows: Sequence[int]) -> list[Any]:
 
 
 def join(values: Sequence[Any], dim: int) -> Any:
-    """One value out of pieces that fit together; the inverse of `cut`.
+    """One tensor out of pieces that fit together; the inverse of `cut`.
 
     Raises:
         InputError: the pieces do not fit together; without their path.
     """
     if len(values) == 1:
         return values[0]
-    if isinstance(values[0], BlockMask):
-        return _join_masks(values)
     if is_dtensor(values[0]):
         return _join_dtensors(values, dim)
     return torch.cat(tuple(values), dim)
@@ -239,44 +237,4 @@ def _shifted(mask_mod: Callable[..., Any], start: int, device: torch.device) -> 
     def shifted_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return mask_mod(b + offset, h, q_idx, kv_idx)
 
-    shifted_mask_mod.origin = (mask_mod, start)  # type: ignore[attr-defined]
     return shifted_mask_mod
-
-
-def _join_masks(masks: Sequence[Any]) -> BlockMask:
-    first: BlockMask = masks[0]
-    for mask in masks[1:]:
-        if _mask_form(mask) != _mask_form(first):
-            raise InputError(
-                f"BlockMasks of {list(first.shape)} with blocks {first.BLOCK_SIZE} and "
-                f"{list(mask.shape)} with blocks {mask.BLOCK_SIZE} cannot be joined"
-            )
-    rows = [num_rows(mask) for mask in masks]
-    whole = copy.copy(first)
-    for name in _mask_form(first)[0]:
-        pieces = [getattr(mask, name) for mask in masks]
-        expanded = [x.expand(size, *x.shape[1:]) for x, size in zip(pieces, rows, strict=True)]
-        setattr(whole, name, torch.cat(expanded))
-    whole.mask_mod = _joined_mask_mod([mask.mask_mod for mask in masks], rows)
-    return whole
-
-
-def _mask_form(mask: Any) -> tuple[Any, ...]:
-    tensors = {name: v.shape[1:] for name, v in vars(mask).items() if isinstance(v, torch.Tensor)}
-    return tensors, mask.seq_lengths, mask.BLOCK_SIZE
-
-
-def _joined_mask_mod(mods: list[Any], rows: list[int]) -> Callable[..., Any]:
-    origins = [getattr(mod, "origin", (mod, None)) for mod in mods]
-    starts = [start for start, _ in _spans(rows)]
-    if all(origin == (origins[0][0], start) for origin, start in zip(origins, starts, strict=True)):
-        return origins[0][0]  # type: ignore[no-any-return]
-
-    def joined_mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = mods[0](b.clamp(max=rows[0] - 1), h, q_idx, kv_idx)
-        for mod, start, size in zip(mods[1:], starts[1:], rows[1:], strict=True):
-            row = (b - start).clamp(0, size - 1)
-            result = torch.where(b >= start, mod(row, h, q_idx, kv_idx), result)
-        return result
-
-    return joined_mask_mod

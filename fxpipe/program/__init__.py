@@ -4,7 +4,7 @@ from fxpipe.program.action import Action, Edge, Edges, Kind, Value, ValueKind, r
 from fxpipe.program.check.faults import Fault, FaultKind
 from fxpipe.program.check.validate import find_faults, validate
 from fxpipe.program.compare import Compared, Comparison, compare
-from fxpipe.program.costs import Costs, Link, StageCost, StageCosts
+from fxpipe.program.costs import Link, StageCost, StageCosts
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.lower import lower
 from fxpipe.program.play.walk import walk
@@ -17,7 +17,6 @@ __all__ = [
     "Action",
     "Compared",
     "Comparison",
-    "Costs",
     "Edge",
     "Edges",
     "Fault",

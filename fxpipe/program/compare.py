@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Edges
-from fxpipe.program.costs import Costs, StageCosts
+from fxpipe.program.costs import StageCosts
 from fxpipe.program.generators import SCHEDULES, get_schedule
 from fxpipe.program.lower import lower
 from fxpipe.program.play.queues import Streams
@@ -94,7 +94,7 @@ def compare(
     *,
     schedules: Sequence[str] | None = None,
     stages_per_rank: Iterable[int] = (1, 2, 3, 4),
-    costs: Callable[[Placement], Costs] = StageCosts.uniform,
+    costs: Callable[[Placement], StageCosts] = StageCosts.uniform,
     edges: Callable[[int], Edges] = Edges.chain,
     memory_limit: float = math.inf,
     streams: Streams = "pair",

@@ -1,8 +1,8 @@
 """Say how long actions take and how much memory values hold.
 
-`Costs` is what the simulator asks. `StageCosts` answers from tables per stage and
-is what profiles and plans produce; `StageCosts.uniform` makes one in which one
-rank's share of a microbatch is the unit of time and of memory.
+`StageCosts` is what the simulator asks and what profiles and plans produce;
+`StageCosts.uniform` makes one in which one rank's share of a microbatch is the unit
+of time and of memory.
 
 Times and bytes are in whatever unit the caller uses, seconds or milliseconds or
 "one forward"; nothing here mixes two of them.
@@ -13,60 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Kind, ValueKind
 from fxpipe.program.program import Placement
 
-__all__ = ["FREE", "Costs", "Link", "StageCost", "StageCosts"]
-
-
-class Costs(Protocol):
-    """How long everything takes and how much memory it holds."""
-
-    @property
-    def overlaps_transfers(self) -> bool:
-        """Whether ranks compute while they transfer, unshard and reduce.
-
-        If not, a transfer occupies the ranks at both of its ends.
-        """
-        ...
-
-    def compute(self, kind: Kind, stage: int) -> float:
-        """The time of a FORWARD, BACKWARD, BACKWARD_INPUT or BACKWARD_WEIGHT."""
-        ...
-
-    def pair(self, parts: Sequence[tuple[Kind, int]]) -> float:
-        """The time of an OVERLAP of the given `(kind, stage)` parts."""
-        ...
-
-    def transfer(self, source_rank: int, target_rank: int, num_bytes: float) -> float:
-        """The time from both ranks being ready to the value having arrived."""
-        ...
-
-    def unshard(self, stage: int) -> float:
-        """The time to gather the parameters of a stage."""
-        ...
-
-    def reduce_grad(self, stage: int) -> float:
-        """The time to reduce the gradients of a stage over its replicas."""
-        ...
-
-    def offload(self, stage: int) -> float:
-        """The time to move the residual of a microbatch to host memory, or back."""
-        ...
-
-    def value_bytes(self, kind: ValueKind, stage: int, peer: int) -> float:
-        """The memory of a value on its device; see `Value` for what stage and peer mean.
-
-        A weight gradient is one buffer per stage, not one per microbatch.
-        """
-        ...
-
-    def unsharded_bytes(self, stage: int) -> float:
-        """The memory that UNSHARD takes and RESHARD gives back."""
-        ...
+__all__ = ["FREE", "Link", "StageCost", "StageCosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +86,9 @@ class StageCosts:
     `activations` and `gradients` hold bytes by edge `(source, target)`; both follow
     the edge, so `gradients[0, 1]` is what stage 1 returns to stage 0. An edge that is
     not listed moves `activation` bytes each way. A pair of ranks that is not in
-    `links` uses `link`. `pair_saving` is the share of the shorter part of an OVERLAP
+    `links` uses `link`. `overlaps_transfers` says whether ranks compute while they transfer,
+    unshard and reduce; if not, a transfer occupies the ranks at both of its ends.
+    `pair_saving` is the share of the shorter part of an OVERLAP
     that hides behind the longer one: 0 runs them in turn, 1 hides it all.
     """
 
@@ -186,6 +140,7 @@ class StageCosts:
         )
 
     def compute(self, kind: Kind, stage: int) -> float:
+        """The time of a compute action."""
         cost = self._of(stage)
         if kind is Kind.FORWARD:
             return cost.forward
@@ -197,10 +152,12 @@ class StageCosts:
         return cost.backward_weight
 
     def pair(self, parts: Sequence[tuple[Kind, int]]) -> float:
+        """The time of an OVERLAP of the given `(kind, stage)` parts."""
         times = [self.compute(kind, stage) for kind, stage in parts]
         return sum(times) - self.pair_saving * (sum(times) - max(times))
 
     def transfer(self, source_rank: int, target_rank: int, num_bytes: float) -> float:
+        """The time from both ranks being ready to the value having arrived."""
         return self.links.get((source_rank, target_rank), self.link).time(num_bytes)
 
     def unshard(self, stage: int) -> float:
@@ -210,9 +167,11 @@ class StageCosts:
         return self._of(stage).reduce_grad
 
     def offload(self, stage: int) -> float:
+        """The time to move the residual of a microbatch to host memory, or back."""
         return self._of(stage).offload
 
     def value_bytes(self, kind: ValueKind, stage: int, peer: int) -> float:
+        """The memory of a value; a weight gradient is one buffer per stage."""
         if kind is ValueKind.ACTIVATION:
             return self.activations.get((stage, peer), self.activation)
         if kind is ValueKind.GRADIENT:
@@ -225,6 +184,7 @@ class StageCosts:
         return 0.0 if kind is ValueKind.OFFLOADED else cost.weight_grad
 
     def unsharded_bytes(self, stage: int) -> float:
+        """The memory that UNSHARD takes and RESHARD gives back."""
         return self._of(stage).parameters
 
     def _of(self, stage: int) -> StageCost:

@@ -35,7 +35,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.program.action import COMPUTE_KINDS, Action, Edges, Kind, recv_of, send_of, writes
 from fxpipe.program.check.faults import report
 from fxpipe.program.check.validate import check_contents, find_faults, validate
-from fxpipe.program.costs import Costs
+from fxpipe.program.costs import StageCosts
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.offload import add_offloads
 from fxpipe.program.parameters import add_reductions, add_sharding
@@ -61,7 +61,7 @@ def lower(
     reduce_grad: bool = False,
     max_unsharded: int | None = None,
     offload: int | None = None,
-    costs: Costs | None = None,
+    costs: StageCosts | None = None,
     streams: Streams | None = None,
 ) -> Program:
     """Add all that a program needs to run on several ranks.
@@ -147,7 +147,7 @@ def _fused_and_ordered(
     edges: Edges,
     fuse: bool,
     keep_input_backward: Collection[int],
-    costs: Costs | None,
+    costs: StageCosts | None,
 ) -> tuple[Program, list[int]]:
     """The program with halves of backwards joined, and the ranks in order of time."""
     numbering = Numbering.of(program, edges)

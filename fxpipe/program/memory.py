@@ -27,7 +27,7 @@ from fxpipe.program.action import (
     reads,
     writes,
 )
-from fxpipe.program.costs import Costs
+from fxpipe.program.costs import StageCosts
 from fxpipe.program.program import Program
 from fxpipe.program.timeline import Span
 
@@ -38,7 +38,7 @@ Curve = tuple[tuple[float, float], ...]
 
 def memory_curves(
     program: Program,
-    costs: Costs,
+    costs: StageCosts,
     edges: Edges,
     spans: Mapping[tuple[int, int], Span],
     posted: Mapping[tuple[int, int], float],
@@ -139,7 +139,7 @@ class _Effect(NamedTuple):
     gradient: float
 
 
-def _compute_effects(program: Program, costs: Costs, edges: Edges) -> list[list[_Effect]]:
+def _compute_effects(program: Program, costs: StageCosts, edges: Edges) -> list[list[_Effect]]:
     rank_of = program.placement.stage_to_rank
     is_lowered = program.is_lowered
     kinds = {part.kind for acts in program.ranks for a in acts for part in a.parts or (a,)}

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 
 from fxpipe.program.action import Action, Edges, Kind
 from fxpipe.program.check.validate import validate
-from fxpipe.program.costs import Costs, StageCosts
+from fxpipe.program.costs import StageCosts
 from fxpipe.program.lower import lower
 from fxpipe.program.memory import memory_curves
 from fxpipe.program.play.engine import Dispatch, Done, cost_times
@@ -38,7 +38,7 @@ __all__ = ["simulate"]
 
 def simulate(
     program: Program,
-    costs: Costs | None = None,
+    costs: StageCosts | None = None,
     edges: Edges | None = None,
     *,
     streams: Streams = "pair",
@@ -91,7 +91,7 @@ class _Simulation(Dispatch):
     """
 
     def __init__(
-        self, program: Program, costs: Costs, numbering: Numbering, streams: Streams
+        self, program: Program, costs: StageCosts, numbering: Numbering, streams: Streams
     ) -> None:
         super().__init__(program.num_ranks, numbering, cost_times(costs, program.num_stages))
         self.network = self

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
-from fxpipe.program import Costs, Edge, Edges, Kind, Program, Timeline
+from fxpipe.program import Edge, Edges, Kind, Program, StageCosts, Timeline
 from fxpipe.viz.drawing.numbers import Unit
 from fxpipe.viz.drawing.palette import DARK, LIGHT, LOOKS, Theme, shades, tone
 from fxpipe.viz.graph import pipe_svg
@@ -67,7 +67,7 @@ def report_html(
     candidates: Sequence[tuple[str, Program, Timeline]],
     *,
     pipe: Pipe | None = None,
-    costs: Costs | None = None,
+    costs: StageCosts | None = None,
     flops: Sequence[float] | None = None,
     sizes: Mapping[str, int] | None = None,
     edges: Edges | None = None,
@@ -139,7 +139,7 @@ def _page_file(name: str) -> str:
     return (resources.files("fxpipe.viz") / "page" / name).read_text(encoding="utf-8")
 
 
-def _times(pipe: Pipe | None, costs: Costs | None) -> list[float] | None:
+def _times(pipe: Pipe | None, costs: StageCosts | None) -> list[float] | None:
     if pipe is None or costs is None:
         return None
     kinds = (Kind.FORWARD, Kind.BACKWARD)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from fxpipe.graph.pipe import Pipe
-from fxpipe.program import Costs, Kind, Program, Timeline, ValueKind
+from fxpipe.program import Kind, Program, StageCosts, Timeline, ValueKind
 from fxpipe.text import count_text, flops_text
 from fxpipe.viz.drawing.numbers import Unit
 from fxpipe.viz.pipe_picture.outline import Outline, make_outline
@@ -83,7 +83,7 @@ def _bar(share: float) -> str:
 
 def stage_table(
     pipe: Pipe | None,
-    costs: Costs | None,
+    costs: StageCosts | None,
     flops: Sequence[float] | None,
     sizes: Mapping[str, int] | None,
     program: Program,
@@ -162,7 +162,7 @@ def _model_columns(outline: Outline | None) -> list[_Column]:
     return columns
 
 
-def _cost_columns(costs: Costs | None, time: Unit, memory: Unit) -> list[_Column]:
+def _cost_columns(costs: StageCosts | None, time: Unit, memory: Unit) -> list[_Column]:
     if costs is None:
         return []
 

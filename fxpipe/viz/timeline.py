@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
-from fxpipe.program import Costs, Edges, Program, Span, Timeline, simulate
+from fxpipe.program import Edges, Program, Span, StageCosts, Timeline, simulate
 from fxpipe.viz.drawing.files import PICTURES, write_scene
 from fxpipe.viz.drawing.numbers import Unit
 from fxpipe.viz.drawing.svg import write_svg
@@ -92,7 +92,7 @@ def draw_program(
     program: Program,
     path: str | os.PathLike[str],
     *,
-    costs: Costs | None = None,
+    costs: StageCosts | None = None,
     edges: Edges | None = None,
     title: str = "",
 ) -> Path:

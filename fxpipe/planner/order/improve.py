@@ -25,7 +25,7 @@ from fxpipe.errors import PlanError, ScheduleError
 from fxpipe.planner.order.memory_limit import MemoryLimit, limits_of
 from fxpipe.planner.order.orders import Objective, Orders, Timing
 from fxpipe.planner.order.schedule_bound import lower_bound
-from fxpipe.program import Action, Costs, Edges, Kind, Program, Timeline, simulate, validate
+from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
 
 __all__ = ["Improved", "improve", "named_starts"]
@@ -69,7 +69,7 @@ class Improved:
 
 def improve(
     program: Program,
-    costs: Costs,
+    costs: StageCosts,
     memory_limit: MemoryLimit = None,
     *,
     edges: Edges | None = None,
@@ -125,7 +125,7 @@ def _length(timeline: Timeline, objective: Objective) -> float:
 
 
 def _bound(
-    program: Program, costs: Costs, edges: Edges, limits: Sequence[float], objective: Objective
+    program: Program, costs: StageCosts, edges: Edges, limits: Sequence[float], objective: Objective
 ) -> float:
     """A time that no order is below; from step to step, that is the busiest rank's work."""
     if objective == "step":
@@ -149,7 +149,7 @@ class _Judge:
     """Keeps the best program by the real simulator, among those that fit."""
 
     def __init__(
-        self, costs: Costs, edges: Edges, limits: Sequence[float], objective: Objective
+        self, costs: StageCosts, edges: Edges, limits: Sequence[float], objective: Objective
     ) -> None:
         self.costs, self.edges, self.limits, self.objective = costs, edges, limits, objective
         self.best: tuple[Program, Timeline, str] | None = None
@@ -174,7 +174,7 @@ _Start = tuple[Orders, list[tuple[int, ...]], list[float], str]
 def _best_starts(
     program: Program,
     others: Sequence[Program],
-    costs: Costs,
+    costs: StageCosts,
     edges: Edges,
     limits: Sequence[float],
     judge: _Judge,

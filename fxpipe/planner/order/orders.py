@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxpipe.planner.order.fill import FillWeights
-from fxpipe.program import Action, Costs, Edges, Kind, Program, reads, writes
+from fxpipe.program import Action, Edges, Kind, Program, StageCosts, reads, writes
 from fxpipe.program.memory import kept_at_ends
 from fxpipe.program.play.engine import Play, Times, cost_times
 from fxpipe.program.play.numbering import Numbering
@@ -64,7 +64,7 @@ class Orders:
     def __init__(
         self,
         program: Program,
-        costs: Costs,
+        costs: StageCosts,
         edges: Edges,
         limits: Sequence[float],
         objective: Objective = "step",
@@ -164,7 +164,7 @@ class Orders:
         return Timing(tuple(ranks), causes, tuple(spans))
 
 
-def _times(program: Program, costs: Costs, edges: Edges) -> Times:
+def _times(program: Program, costs: StageCosts, edges: Edges) -> Times:
     """The costs as times; transfers that nothing overlaps are part of the actions at their ends."""
     times = cost_times(costs, program.num_stages)
     if costs.overlaps_transfers:

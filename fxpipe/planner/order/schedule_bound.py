@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fxpipe.program import Action, Costs, Edges, Kind, Program, Value, ValueKind, reads, writes
+from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Value, ValueKind, reads, writes
 
 __all__ = ["lower_bound"]
 
 
 def lower_bound(
-    program: Program, costs: Costs, edges: Edges, limits: Sequence[float] | None = None
+    program: Program, costs: StageCosts, edges: Edges, limits: Sequence[float] | None = None
 ) -> float:
     """A lower bound on the makespan of every order of the program's actions."""
     ways = _Ways(program, costs, edges)
@@ -45,7 +45,7 @@ def lower_bound(
 class _Ways:
     """The quickest way of one microbatch to and from each action, if nobody else ran."""
 
-    def __init__(self, program: Program, costs: Costs, edges: Edges) -> None:
+    def __init__(self, program: Program, costs: StageCosts, edges: Edges) -> None:
         self._costs, self._rank_of = costs, program.placement.stage_to_rank
         kinds = {
             part.kind
@@ -116,7 +116,7 @@ class _Ways:
 
 def _forced_idle(
     program: Program,
-    costs: Costs,
+    costs: StageCosts,
     rank: int,
     ways: _Ways,
     head: float,

@@ -17,7 +17,15 @@ from collections import Counter
 from collections.abc import Iterator
 from operator import add
 
-from fxpipe.program.action import Action, Kind, Value, ValueKind, recv_of, send_of
+from fxpipe.program.action import (
+    COMPUTE_KINDS,
+    Action,
+    Kind,
+    Value,
+    ValueKind,
+    recv_of,
+    send_of,
+)
 from fxpipe.program.check.census import Census
 from fxpipe.program.check.faults import Fault, FaultKind
 from fxpipe.program.play.numbering import Numbering
@@ -53,172 +61,117 @@ def check_work(program: Program, census: Census) -> Iterator[Fault]:
         return
     places = _places(program)
     for index in range(len(forward)):
-        stage, microbatch = divmod(index, program.num_microbatches)
-        yield from _judge_forward(program, stage, microbatch, forward[index], places)
-        if has_backward:
-            found = (whole[index], input_half[index], weight_half[index])
-            yield from _judge_backward(program, stage, microbatch, found, places)
+        at = divmod(index, program.num_microbatches)
+        yield from _judge_work(program, *at, places, has_backward=has_backward)
 
 
-_Places = dict[Action, list[tuple[int, int]]]
+_Places = dict[Action, list[Step]]
 
 
 def _places(program: Program) -> _Places:
+    """Where each compute action and each transfer stands."""
     places: _Places = {}
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             for part in action.parts or (action,):
-                places.setdefault(part, []).append((rank, position))
+                places.setdefault(part, []).append(Step(rank, position, part))
     return places
 
 
-def _judge_forward(
-    program: Program, stage: int, microbatch: int, found: int, places: _Places
+def _judge_work(
+    program: Program, stage: int, microbatch: int, places: _Places, *, has_backward: bool
 ) -> Iterator[Fault]:
-    action = Action(Kind.FORWARD, stage, microbatch)
-    if found == 0:
-        yield _missing(program, action, "each stage needs a forward for each microbatch")
-    elif found > 1:
-        yield from _doubled(action, places)
-
-
-def _judge_backward(
-    program: Program, stage: int, microbatch: int, found: tuple[int, int, int], places: _Places
-) -> Iterator[Fault]:
-    whole, input_half, weight_half = (
-        Action(kind, stage, microbatch)
-        for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    forward, whole, input_half, weight_half = (
+        Action(kind, stage, microbatch) for kind in COMPUTE_KINDS
     )
-    if found in ((1, 0, 0), (0, 1, 1)):
-        return
-    if found == (0, 0, 0):
-        yield _missing(program, whole, "no backward, neither whole nor as I and W")
-    for action, count in zip((whole, input_half, weight_half), found, strict=True):
-        if count > 1:
-            yield from _doubled(action, places)
-    if found[0]:
-        for action in (input_half, weight_half):
-            for rank, position in places.get(action, ()):
-                yield Fault(
-                    FaultKind.DOUBLED_WORK,
-                    rank,
-                    position,
-                    action,
-                    f"{whole} does this work already, {_where(places[whole])}",
-                )
-    elif found[1] and not found[2]:
-        yield _missing(program, weight_half, f"{input_half} leaves its weight gradient to it")
-    elif found[2] and not found[1]:
-        yield _missing(program, input_half, f"{weight_half} needs what it leaves")
+    missing: list[tuple[Action, str]] = []
+    if forward not in places:
+        missing.append((forward, "each stage needs a forward for each microbatch"))
+    if has_backward:
+        if not {whole, input_half, weight_half} & places.keys():
+            missing.append((whole, "no backward, neither whole nor as I and W"))
+        elif whole not in places and weight_half not in places:
+            missing.append((weight_half, f"{input_half} leaves its weight gradient to it"))
+        elif whole not in places and input_half not in places:
+            missing.append((input_half, f"{weight_half} needs what it leaves"))
+    rank = program.placement.stage_to_rank[stage]
+    for action, message in missing:
+        yield Fault(FaultKind.MISSING_WORK, rank, None, action, f"missing: {message}")
+    for action in (forward, whole, input_half, weight_half):
+        found = places.get(action, [])
+        for step in found[1:]:
+            yield _fault(FaultKind.DOUBLED_WORK, step, f"done before, {_where(found[:1])}")
+        if action in (input_half, weight_half) and whole in places:
+            message = f"{whole} does this work already, {_where(places[whole])}"
+            for step in found:
+                yield _fault(FaultKind.DOUBLED_WORK, step, message)
 
 
-def _missing(program: Program, action: Action, message: str) -> Fault:
-    rank = program.placement.stage_to_rank[action.stage]
-    return Fault(FaultKind.MISSING_WORK, rank, None, action, f"missing: {message}")
+def _fault(kind: FaultKind, step: Step, message: str) -> Fault:
+    return Fault(kind, step.rank, step.position, step.action, message)
 
 
-def _doubled(action: Action, places: _Places) -> Iterator[Fault]:
-    first, *more = places[action]
-    for rank, position in more:
-        yield Fault(
-            FaultKind.DOUBLED_WORK,
-            rank,
-            position,
-            action,
-            f"done before, {_where([first])}",
-        )
-
-
-def _where(places: list[tuple[int, int]]) -> str:
-    return " and ".join(f"on rank {rank} at position {position}" for rank, position in places)
+def _where(steps: list[Step]) -> str:
+    return " and ".join(f"on rank {step.rank} at position {step.position}" for step in steps)
 
 
 def check_transfers(program: Program, numbering: Numbering, census: Census) -> Iterator[Fault]:
     """Values that change rank and are not moved exactly once."""
     if not numbering.lowered:
         return
-    has_backward = census.has_backward
-    rank_of = program.placement.stage_to_rank
-    expected: dict[tuple[int, int], list[Value]] = {}
-    for _, value in numbering.crossing:
-        if has_backward or value.kind is ValueKind.ACTIVATION:
-            ends = (rank_of[value.stage], rank_of[value.peer])
-            expected.setdefault((min(ends), max(ends)), []).append(value)
+    values = [
+        value
+        for _, value in numbering.crossing
+        if census.has_backward or value.kind is ValueKind.ACTIVATION
+    ]
+    expected: Counter[tuple[int, int]] = Counter()
+    for value in values:
+        expected[min(numbering.ends(value)), max(numbering.ends(value))] += 1
     for low in range(program.num_ranks):
         for high in range(low + 1, program.num_ranks):
-            values = expected.get((low, high), [])
             at_low, at_high = census.messages[low][high], census.messages[high][low]
-            num_expected = len(values) * program.num_microbatches
-            if len(at_low) == len(at_high) == num_expected and (
-                len(set(at_low)) == num_expected
+            count = expected[low, high] * program.num_microbatches
+            if not (
+                len(at_low) == len(at_high) == len(set(at_low)) == count
                 and (at_low == at_high or set(at_low) == set(at_high))
-                and (has_backward or all(map(numbering.is_activation, at_low)))
+                and (census.has_backward or all(map(numbering.is_activation, at_low)))
             ):
-                continue
-            yield from _judge_transfers(program, numbering, (low, high), census, values)
+                yield from _judge_transfers(program, numbering, (low, high), values)
 
 
 def _judge_transfers(
-    program: Program,
-    numbering: Numbering,
-    ends: tuple[int, int],
-    census: Census,
-    values: list[Value],
+    program: Program, numbering: Numbering, ends: tuple[int, int], values: list[Value]
 ) -> Iterator[Fault]:
-    low, high = ends
-    rank_of = program.placement.stage_to_rank
-    counts = {low: Counter(census.messages[low][high]), high: Counter(census.messages[high][low])}
-    expected = {
-        value._replace(microbatch=microbatch)
-        for value in values
-        for microbatch in range(program.num_microbatches)
-    }
-    found = {numbering.value(number): number for count in counts.values() for number in count}
-    for value in sorted(expected | found.keys()):
-        sender, receiver = rank_of[value.stage], rank_of[value.peer]
-        number = found.get(value, -1)
-        sent, received = counts[sender][number], counts[receiver][number]
-        send, recv = send_of(value), recv_of(value)
-        if value not in expected:
-            message = f"no forward-only program has {value}"
-            yield Fault(FaultKind.UNMATCHED_TRANSFER, sender, None, send, message)
+    """What is wrong between two ranks."""
+    places = _places(program)
+    for base in values:
+        sender, receiver = numbering.ends(base)
+        if {sender, receiver} != set(ends):
             continue
-        if sent == received == 0:
-            message = f"missing: rank {receiver} reads {value}, which rank {sender} makes"
-            yield Fault(FaultKind.MISSING_TRANSFER, sender, None, send, message)
-        elif not received:
-            yield _transfer_fault(
-                FaultKind.UNMATCHED_TRANSFER,
-                program,
-                sender,
-                send,
-                f"rank {receiver} has no {recv} to match it",
-            )
-        elif not sent:
-            yield _transfer_fault(
-                FaultKind.UNMATCHED_TRANSFER,
-                program,
-                receiver,
-                recv,
-                f"rank {sender} has no {send} to match it",
-            )
-        for rank, action, count in ((sender, send, sent), (receiver, recv, received)):
-            if count > 1:
-                yield _transfer_fault(
-                    FaultKind.DOUBLED_TRANSFER,
-                    program,
-                    rank,
-                    action,
-                    f"occurs {count} times, this is the last",
-                )
-
-
-def _transfer_fault(
-    kind: FaultKind, program: Program, rank: int, action: Action, message: str
-) -> Fault:
-    actions = program.ranks[rank]
-    last = max(position for position, other in enumerate(actions) if other == action)
-    return Fault(kind, rank, last, action, message)
+        for microbatch in range(program.num_microbatches):
+            value = base._replace(microbatch=microbatch)
+            send, recv = send_of(value), recv_of(value)
+            sent, received = places.pop(send, []), places.pop(recv, [])
+            if not sent and not received:
+                message = f"missing: rank {receiver} reads {value}, which rank {sender} makes"
+                yield Fault(FaultKind.MISSING_TRANSFER, sender, None, send, message)
+            elif not received:
+                message = f"rank {receiver} has no {recv} to match it"
+                yield _fault(FaultKind.UNMATCHED_TRANSFER, sent[-1], message)
+            elif not sent:
+                message = f"rank {sender} has no {send} to match it"
+                yield _fault(FaultKind.UNMATCHED_TRANSFER, received[-1], message)
+            for found in (sent, received):
+                if len(found) > 1:
+                    message = f"occurs {len(found)} times, this is the last"
+                    yield _fault(FaultKind.DOUBLED_TRANSFER, found[-1], message)
+    rank_of = program.placement.stage_to_rank
+    for action, steps in places.items():
+        kind, stage, microbatch, peer, _ = action
+        if kind.is_send and peer is not None and {rank_of[stage], rank_of[peer]} == set(ends):
+            value = numbering.value(numbering.carried[kind][stage][peer] + (microbatch or 0))
+            message = f"no forward-only program has {value}"
+            yield _fault(FaultKind.UNMATCHED_TRANSFER, steps[-1], message)
 
 
 def check_parameters(program: Program, census: Census) -> Iterator[Fault]:

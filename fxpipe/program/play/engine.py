@@ -23,7 +23,7 @@ from operator import itemgetter
 from typing import NamedTuple, Protocol, cast
 
 from fxpipe.program.action import COMPUTE_KINDS, Action, Kind, Value
-from fxpipe.program.costs import Costs
+from fxpipe.program.costs import StageCosts
 from fxpipe.program.play.numbering import Numbering
 
 __all__ = ["Dispatch", "Done", "Network", "Play", "Times", "cost_times", "unit_times"]
@@ -51,7 +51,7 @@ def unit_times(num_stages: int, *, transfer: float = 0.0) -> Times:
     )
 
 
-def cost_times(costs: Costs, num_stages: int) -> Times:
+def cost_times(costs: StageCosts, num_stages: int) -> Times:
     """The times that costs give."""
     return Times(
         [[costs.compute(kind, stage) for stage in range(num_stages)] for kind in COMPUTE_KINDS],

@@ -24,10 +24,10 @@ from fxpipe.planner.order.memory_limit import limits_of
 from fxpipe.planner.order.orders import Orders
 from fxpipe.program import (
     Action,
-    Costs,
     Edges,
     Kind,
     Program,
+    StageCosts,
     ValueKind,
     reads,
     validate,
@@ -55,7 +55,7 @@ class Optimum:
 
 def optimum(
     program: Program,
-    costs: Costs,
+    costs: StageCosts,
     memory_limit: float | tuple[float, ...] | None = None,
     *,
     edges: Edges | None = None,
@@ -110,7 +110,7 @@ def _whole_numbers(values: list[float]) -> float:
     return math.lcm(*(f.denominator for f in fractions)) / above
 
 
-def _needs(orders: Orders, costs: Costs, edges: Edges) -> list[list[tuple[int, float]]]:
+def _needs(orders: Orders, costs: StageCosts, edges: Edges) -> list[list[tuple[int, float]]]:
     """For each action those that make what it reads, and how long the way takes."""
     maker = {v: n for n, action in enumerate(orders.actions) for v in writes(action, edges)}
     found: list[list[tuple[int, float]]] = []
@@ -151,7 +151,7 @@ def _add_actions(
 
 
 def _add_memory(
-    model: Any, orders: Orders, costs: Costs, starts: list[Any], ends: list[Any]
+    model: Any, orders: Orders, costs: StageCosts, starts: list[Any], ends: list[Any]
 ) -> None:
     """Bound what each rank holds, as a pile of lifetimes from one action to another."""
     number_of = {
@@ -177,7 +177,7 @@ def _add_memory(
 
 
 def _lives(
-    costs: Costs,
+    costs: StageCosts,
     forward: Action,
     number_of: dict[Action, int],
     starts: list[Any],

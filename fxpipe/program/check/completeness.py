@@ -167,9 +167,9 @@ def _judge_transfers(
                     yield _fault(FaultKind.DOUBLED_TRANSFER, found[-1], message)
     rank_of = program.placement.stage_to_rank
     for action, steps in places.items():
-        kind, stage, microbatch, peer, _ = action
+        kind, stage, number, peer, _ = action
         if kind.is_send and peer is not None and {rank_of[stage], rank_of[peer]} == set(ends):
-            value = numbering.value(numbering.carried[kind][stage][peer] + (microbatch or 0))
+            value = numbering.value(numbering.carried[kind][stage][peer] + (number or 0))
             message = f"no forward-only program has {value}"
             yield _fault(FaultKind.UNMATCHED_TRANSFER, steps[-1], message)
 

@@ -149,8 +149,8 @@ class ChunkCalls:
                 return run()
         raise ScheduleError(
             f"stage {self.stage_index} has no {kinds[0].text} of microbatch {microbatch} to do "
-            "now: stages compute inside step(), and in a function given to "
-            "register_custom_function only for the action that it was given, once"
+            "now: forward_one_chunk, backward_one_chunk and backward_weight_one_chunk compute in "
+            "a function given to register_custom_function, for the action that it was given, once"
         )
 
 

@@ -2,7 +2,7 @@
 
 All of them are children of `FxpipeError`. Some are also children of the builtin
 exception that users of other packages already catch (`ValueError`,
-`RuntimeError`), so that changing an import does not change an `except`.
+`RuntimeError`, `AssertionError`), so that changing an import does not change an `except`.
 """
 
 __all__ = [
@@ -23,7 +23,7 @@ class FxpipeError(Exception):
     """Something fxpipe was asked to do cannot be done; the message says why."""
 
 
-class ScheduleError(FxpipeError, ValueError, RuntimeError):
+class ScheduleError(FxpipeError, ValueError, RuntimeError, AssertionError):
     """A schedule is unknown, malformed, or not defined for the numbers given."""
 
 

@@ -197,6 +197,8 @@ def test_a_stage_computes_only_when_its_turn_has_come():
 
     with pytest.raises(ScheduleError, match=r"stage 0 has no F of microbatch 1 to do now"):
         stages[0].forward_one_chunk(1, (torch.zeros(2, 4),))
+    with pytest.raises(AssertionError, match="backward_one_chunk"):
+        stages[0].backward_weight_one_chunk(0)
 
 
 class Listed(_PipelineStageBase):
@@ -269,6 +271,17 @@ def test_the_transfers_that_the_peer_adds_are_added(order, placed):
     passes._simulate_comms_compute(found, placed.__getitem__, len(placed))
     found_places = passes._validate_schedule(given, 2, len(placed), count)
     assert found_places == dict(enumerate(placed))
+
+
+def test_an_order_with_transfers_is_laid_out_in_steps():
+    order = {0: actions("0F0 0SEND_F0 0RECV_B0 0B0"), 1: actions("1RECV_F0 1F0 1B0 1SEND_B0")}
+
+    steps = passes._simulate_comms_compute(order, lambda stage: stage, 2)
+
+    assert [[str(action or "-") for action in row] for row in steps.values()] == [
+        ["0F0", "0SEND_F0", "-", "-", "0RECV_B0", "0B0"],
+        ["-", "1RECV_F0", "1F0", "1B0", "1SEND_B0", "-"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,22 @@ computes a backward whole and then its weight half again is refused, which torch
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program import Action, Placement, Program, lower, validate
+from fxpipe.program import (
+    Action,
+    Edges,
+    Placement,
+    Program,
+    Value,
+    lower,
+    reads,
+    validate,
+    writes,
+)
 from fxpipe.program.fuse import join_halves
 from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.program.torch_actions import _Action, computes_of, order_of, program_of_order
@@ -46,7 +57,10 @@ def _add_send_recv(
 def _simulate_comms_compute(
     pipeline_order: Order, stage_to_rank: Callable[[int], int], num_stages: int
 ) -> dict[int, list[_Action | None]]:
-    """The order, if it can run: no rank waits for another for ever. Steps are not counted.
+    """The order with one column per step, None where a rank waits.
+
+    In a step each rank does at most one action; a value may be received in the step in which it
+    is sent, and read in the next.
 
     Raises:
         ScheduleError: a ValueError; the order gets stuck.
@@ -56,7 +70,23 @@ def _simulate_comms_compute(
         for rank in sorted(pipeline_order)
     ]
     validate(_program(ranks, stage_to_rank, num_stages))
-    return {rank: list(row) for rank, row in pipeline_order.items()}
+    edges, rows = Edges.chain(num_stages), [deque(row) for row in ranks]
+    steps: list[list[Action | None]] = [[] for _ in ranks]
+    there: list[set[Value]] = [set() for _ in ranks]
+    sent: set[Value] = set()
+    while any(rows):
+        now: list[Action | None] = [None] * len(rows)
+        for receives in (False, True):
+            for rank, row in enumerate(rows):
+                if row and row[0].kind.is_recv == receives and now[rank] is None:
+                    needed = writes(row[0], edges) if receives else reads(row[0], edges)
+                    if (sent if receives else there[rank]).issuperset(needed):
+                        now[rank] = row.popleft()
+            sent.update(v for a in now if a is not None and a.kind.is_send for v in reads(a, edges))
+        for rank, action in enumerate(now):
+            steps[rank].append(action)
+            there[rank].update(() if action is None else writes(action, edges))
+    return order_of(steps)
 
 
 def _validate_schedule(
@@ -65,17 +95,16 @@ def _validate_schedule(
     """Which rank holds which stage.
 
     Raises:
-        AssertionError: the order computes something else, or gets stuck.
+        ScheduleError: an AssertionError; the order computes something else, or gets stuck.
     """
-    try:
-        program = program_of_order(actions, name="the order")
-        validate(program)
-    except ScheduleError as error:
-        raise AssertionError(str(error)) from error
+    program = program_of_order(actions, name="the order")
+    validate(program)
     found = (program.num_ranks, program.num_stages, program.num_microbatches)
-    assert found == (pp_group_size, num_stages, num_microbatches), f"the order is for {found}"
+    if found != (pp_group_size, num_stages, num_microbatches):
+        raise ScheduleError(f"the order is for {found} ranks, stages and microbatches")
     kinds = {part.kind for row in program.ranks for a in row for part in a.parts or (a,)}
-    assert any(kind.is_backward for kind in kinds), "the order has forwards alone"
+    if not any(kind.is_backward for kind in kinds):
+        raise ScheduleError("the order has forwards alone")
     return dict(enumerate(program.placement.stage_to_rank))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ __all__ = [
     "IncompatibleKeys", "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings",
     "backend_object", "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",
     "children_of", "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
-    "finish_sharded_backward", "floor_div", "forward_ad_level", "forward_hooks",
+    "finish_sharded_backward", "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "has_run_sharded", "held_functions", "hook_takes_kwargs", "is_compiled",
     "is_view", "known_sizes", "local_tensor", "memory_of", "overload_packet", "own_attributes",
@@ -266,6 +267,13 @@ def watch_replacements(env: ShapeEnv, heard: Callable[[sympy.Symbol, sympy.Basic
             heard(a, after)
 
     env._set_replacement = replace  # type: ignore[method-assign]
+
+
+def following_sizes() -> AbstractContextManager[None]:
+    """Have operators run in Python, where symbolic sizes stay so, if there is such code."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
 
 
 def constant_source(name: str) -> Any:

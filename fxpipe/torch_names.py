@@ -61,6 +61,7 @@ PRIVATE: dict[str, str] = {
     "torch.utils._sympy.functions.FloorDiv": "a quotient of sizes that ShapeEnv can simplify",
     "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl|"
     "_checkpoint_without_reentrant_generator": "patched in a trace: marks what is computed again",
+    "torch._dispatch.python.enable_python_dispatcher": "sizes stay symbolic in paddings",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._set_replacement": "where a size was fixed",
     "torch.ops.aten.add.Tensor._schema": "tells whether an operator writes to an argument",
     "torch.ops.aten.add.Tensor._overloadpacket": "an operator without its overload",
@@ -111,7 +112,13 @@ def _value(path: str) -> Any:
     return found
 
 
-LATE = ("torch._dynamo", "torch.fx.experimental", "torch.utils._sympy", "torch.distributed")
+LATE = (
+    "torch._dynamo",
+    "torch._dispatch",
+    "torch.fx.experimental",
+    "torch.utils._sympy",
+    "torch.distributed",
+)
 """What most programs never use: not looked for when fxpipe is imported."""
 
 

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
-from fxpipe.graph.sizes.learn import empty
+from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.torch_inside import (
     FakeTensor,
     buffers_of,
+    following_sizes,
     memory_of,
     own_attributes,
     parameters_of,
@@ -44,12 +46,15 @@ class FunctionRuns:
         """Return what a function returns."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key = self._key(func, args, kwargs, tensors)
+        func = _FOLLOWING.get(func, func)
         if key is None:
-            return func(*args, **kwargs)
+            with following_sizes():
+                return func(*args, **kwargs)
         if key in self._known:
             return _made(self._known[key])
         versions = [version_of(tensor) for tensor in tensors]
-        output = func(*args, **kwargs)
+        with following_sizes():
+            output = func(*args, **kwargs)
         if [version_of(tensor) for tensor in tensors] == versions and _is_new(output, tensors):
             self._known[key] = _described(output)
         return output
@@ -60,6 +65,13 @@ class FunctionRuns:
             return None
         key = call_key(func, args, kwargs, by_identity=False)
         return None if key is None else (key, torch.get_default_dtype())
+
+
+# Functions that fix sizes which do not matter to them, and others that do the same.
+_FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = dict.fromkeys(
+    (torch.max_pool1d, functional.max_pool1d),
+    lambda *args, **kwargs: functional.max_pool1d_with_indices(*args, **kwargs)[0],
+)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

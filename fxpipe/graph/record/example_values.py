@@ -31,8 +31,9 @@ from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.constant_values import RANDOM
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left
+from fxpipe.graph.sandbox.made_up import another, filled
 from fxpipe.graph.sandbox.restore import preserved_values
-from fxpipe.graph.sizes.learn import exprs_in, fake_like, grown
+from fxpipe.graph.sizes.symbols import exprs_in
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, floor_div, known_sizes
 
 __all__ = ["ExampleValues", "NoValueError", "has_unbacked"]
@@ -122,15 +123,15 @@ class ExampleValues:
         Raises:
             NoValueError: the sizes do not follow from the inputs.
         """
-        first = self._call(func, args, kwargs, 1, torch.randn, module)
-        again = self._call(func, args, kwargs, 1, torch.ones, module)
+        first = self._call(func, args, kwargs, 1, False, module)
+        again = self._call(func, args, kwargs, 1, True, module)
         if not has_tensor(first) or _described(first) != _described(again):
             raise NoValueError
         shapes: Any = _shapes(first)
         if self.free_rows():
             try:
                 more = [
-                    _shapes(self._call(func, args, kwargs, scale, torch.randn, module))
+                    _shapes(self._call(func, args, kwargs, scale, False, module))
                     for scale in _SCALES[1:]
                 ]
                 shapes = self._joined([shapes, *more])
@@ -139,7 +140,7 @@ class ExampleValues:
         remaining = iter(shapes)
 
         def fake(leaf: Any) -> Any:
-            return fake_like(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf
+            return another(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf
 
         with self._mode:
             return map_leaves(fake, first)
@@ -153,7 +154,7 @@ class ExampleValues:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, FakeTensor)]
         if not any(self._has_value(tensor) for tensor in tensors):
             raise NoValueError
-        return _shapes(self._call(func, args, kwargs, 1, torch.randn, module))
+        return _shapes(self._call(func, args, kwargs, 1, False, module))
 
     def _has_value(self, tensor: torch.Tensor) -> bool:
         if tensor.is_floating_point():
@@ -216,7 +217,7 @@ class ExampleValues:
         args: Any,
         kwargs: Any,
         scale: int,
-        made_up: Callable[..., torch.Tensor] | None = None,
+        made_up: bool | None = None,
         module: nn.Module | None = None,
     ) -> Any:
         if not self._is_usable:
@@ -228,7 +229,8 @@ class ExampleValues:
             real_args, real_kwargs = self._real((args, kwargs), scale, made_up)
             return func(*real_args, **real_kwargs)
 
-    def _real(self, value: Any, scale: int, made_up: Callable[..., torch.Tensor] | None) -> Any:
+    def _real(self, value: Any, scale: int, made_up: bool | None) -> Any:
+        """Return arguments with values; `made_up` says with which where they have none."""
         values = self._sizes_at(scale)
         done: dict[fx.Node, Any] = {}
 
@@ -243,12 +245,8 @@ class ExampleValues:
                 if made_up is None:
                     raise NoValueError from None
             shape = [_number_at(self._expr(size), values) for size in leaf.shape]
-            if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-                made = made_up(shape, dtype=leaf.dtype)
-                return grown(made) if leaf.requires_grad else made
             # As a mask or an index this could decide a size: never the same twice.
-            whole = torch.ones if made_up is torch.ones else torch.zeros
-            return whole(shape, dtype=leaf.dtype)
+            return filled(leaf, shape, torch.device("cpu"), with_ones=made_up)
 
         return map_leaves(one, value)
 

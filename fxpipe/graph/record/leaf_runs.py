@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpipe.graph.nested import contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.nested import contents, map_leaves, walk
 from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, storage_of
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
-from fxpipe.graph.record.torch_functions import INSISTENT, clamped_slices
+from fxpipe.graph.record.torch_functions import clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
+from fxpipe.graph.sandbox.made_up import another
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
-from fxpipe.graph.sizes.learn import Values, empty, exprs_in, hints_of, learn_sizes, number_at
+from fxpipe.graph.sizes.symbols import number_at
 from fxpipe.torch_inside import (
     BUFFERS,
     DataDependentOutputException,
@@ -37,7 +38,7 @@ from fxpipe.torch_inside import (
     version_of,
 )
 
-__all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "fresh", "run_operation"]
+__all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "run_operation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,26 +101,7 @@ class LeafRuns:
                 return outcome
             self._outcomes[key] = outcome
         known = self._outcomes[key]
-        return dataclasses.replace(known, output=map_leaves(_fresh_leaf, known.output))
-
-    def run_inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return what a function inside a leaf returns; most follow symbolic sizes."""
-        name = getattr(func, "__name__", "")
-        if any(word in name for word in INSISTENT) and "conv" not in name:
-            touched = self._touched
-            found = self.run_function(func, args, kwargs)
-            self._touched = touched
-            if found:
-                return found[0]
-        return self.functions.run(func, args, kwargs)
-
-    def run_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> list[Any]:
-        """Return what a function returns, in a list, by running it at plain sizes."""
-        try:
-            outcome = self._run_sized(func, args, kwargs)
-        except Exception:
-            return []
-        return [] if outcome is None or outcome.changed else [outcome.output]
+        return dataclasses.replace(known, output=map_leaves(another, known.output))
 
     def run_function_real(
         self, func: Callable[..., Any], args: Any, kwargs: Any, failure: Exception
@@ -198,26 +180,6 @@ class LeafRuns:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def _run_sized(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome | None:
-        """Run at two sets of plain sizes; None if that does not tell the output's sizes."""
-        env = self._mode.shape_env
-        assert env is not None
-        known = exprs_in((args, kwargs), env)
-        hints = hints_of(known, env) if _has_symbolic((args, kwargs)) else None
-        if hints is None or any(_is_opaque(part) for part in mutable_parts((args, kwargs))):
-            return None
-        first: LeafOutcome | None = None
-
-        def run_at(values: Values) -> Any:
-            nonlocal first
-            with _cached(self._mode):
-                outcome = self._run_as_is(call, *_at_sizes((args, kwargs), env, values))
-            first = first or outcome
-            return outcome.output
-
-        found = learn_sizes(self._mode, hints, known, run_at)
-        return dataclasses.replace(first, output=found[0]) if found and first else None
-
     def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
@@ -236,7 +198,7 @@ class LeafRuns:
         ]
         changed = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
         return LeafOutcome(
-            map_leaves(_fresh_leaf, output),
+            map_leaves(another, output),
             tuple(index for index, was_changed in enumerate(changed) if was_changed),
             tuple(index for index, tensor in enumerate(tensors) if id(tensor) not in touched),
             aliases=tuple(aliases),
@@ -273,63 +235,6 @@ def _changed(
     }
 
 
-def _is_opaque(value: Any) -> bool:
-    return type(value) not in (list, dict)
-
-
-@contextlib.contextmanager
-def _cached(mode: FakeTensorMode) -> Iterator[None]:
-    # Torch's own cache pays off where sizes are plain numbers.
-    mode.cache_enabled = True
-    try:
-        yield
-    finally:
-        mode.cache_enabled = False
-
-
-def _at_sizes(value: Any, env: ShapeEnv, values: Values) -> Any:
-    """Return arguments with every tensor at plain sizes."""
-    memo: dict[int, torch.Tensor] = {}
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, torch.SymInt):
-            return number_at(leaf, env, values)
-        if not isinstance(leaf, torch.Tensor) or not _is_symbolic(leaf):
-            return leaf
-        if id(leaf) not in memo:
-            memo[id(leaf)] = fresh(
-                leaf,
-                [number_at(size, env, values) for size in leaf.shape],
-                [number_at(step, env, values) for step in leaf.stride()],
-            )
-        return memo[id(leaf)]
-
-    return map_leaves(one, value)
-
-
-def _has_symbolic(value: Any) -> bool:
-    """Say whether a size is symbolic, also one that is known to be a certain number by now."""
-    return any(
-        _is_symbolic(leaf) if isinstance(leaf, torch.Tensor) else isinstance(leaf, torch.SymInt)
-        for _, leaf in walk(value)
-    )
-
-
-def _is_symbolic(tensor: torch.Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
-
-
-def fresh(tensor: torch.Tensor, shape: Any = None, stride: Any = None) -> torch.Tensor:
-    """Return a new fake tensor like this one, or of another size, that may be changed."""
-    shape = tensor.shape if shape is None else shape
-    stride = tensor.stride() if stride is None else stride
-    return empty(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
-
-
-def _fresh_leaf(leaf: Any) -> Any:
-    return fresh(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
 DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -346,27 +251,18 @@ def run_operation(
     real: bool,
     explain: Callable[[], str],
 ) -> Any:
-    """Return what a torch function of opened code returns, by whatever way works.
+    """Return what a torch function of opened code returns.
 
-    Most functions follow symbolic sizes. Some insist on sizes that do not matter to them,
-    or cannot follow; those run at plain sizes, like leaves. `real` allows a run on made-up tensors.
+    `real` allows a run on made-up tensors, if the function cannot follow symbolic sizes.
 
     Raises:
         ValueDecidesError: values decide what happens, with the text of `explain`.
     """
     try:
-        if any(word in getattr(func, "__name__", "") for word in INSISTENT):
-            found = leaves.run_function(func, args, kwargs)
-            if found:
-                return found[0]
         return leaves.functions.run(func, clamped_slices(func, args), kwargs)
     except Exception as error:
-        if isinstance(error, DATA_DEPENDENT) and not real:
-            raise ValueDecidesError(explain()) from None
-        # Some operations cannot follow symbols; learn the sizes like those of a leaf.
-        found = leaves.run_function(func, args, kwargs)
-        if found:
-            return found[0]
         if real:
             return leaves.run_function_real(func, args, kwargs, error)
+        if isinstance(error, DATA_DEPENDENT):
+            raise ValueDecidesError(explain()) from None
         raise

@@ -145,7 +145,7 @@ class Trace(TorchFunctionMode):
         if self._leaf_stack:
             self._leaves.touch((*args, *kwargs.values()))
             self._leaves.draws |= is_draw(func, args, kwargs)
-            output = self._leaves.run_inside(func, clamped_slices(func, args), kwargs)
+            output = self._leaves.functions.run(func, clamped_slices(func, args), kwargs)
         else:
             output = self._operation(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)

@@ -19,7 +19,6 @@ from fxpipe.graph.nested import has_tensor
 from fxpipe.torch_inside import VERSION_COUNTER
 
 __all__ = [
-    "INSISTENT",
     "as_node",
     "clamped_slices",
     "effect_of",
@@ -42,10 +41,6 @@ _METADATA_METHODS = {
     "is_same_size",
     "has_names", "dim_order", "is_conj", "is_neg", "__deepcopy__",
 }  # fmt: skip
-
-
-# Functions for which torch insists on all sizes where only some matter.
-INSISTENT = ("pad", "pool", "interpolate", "upsample", "conv", "fold", "grid_sample", "stft", "fft")
 
 
 def is_metadata(func: Any) -> bool:

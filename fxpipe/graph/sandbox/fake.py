@@ -24,10 +24,10 @@ from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
+from fxpipe.graph.sandbox.made_up import grown
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
-from fxpipe.graph.sizes.learn import grown
 from fxpipe.graph.sizes.symbols import TracedSizes
 from fxpipe.torch_inside import (
     FakeTensor,

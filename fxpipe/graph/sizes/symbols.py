@@ -29,7 +29,9 @@ from fxpipe.graph.nested import Accessor, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
 from fxpipe.torch_inside import FakeTensorMode, constant_source, known_sizes, watch_replacements
 
-__all__ = ["InputDim", "Sizes", "TracedSizes", "all_dims"]
+__all__ = ["InputDim", "Sizes", "TracedSizes", "Values", "all_dims", "exprs_in", "number_at"]
+
+Values = Mapping[sympy.Symbol, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -253,3 +255,23 @@ class Sizes:
 
 def _names_in(expr: Any) -> Iterable[str]:
     return [] if isinstance(expr, int) else [s.name for s in expr.free_symbols]
+
+
+def exprs_in(value: Any, env: ShapeEnv) -> list[sympy.Expr]:
+    """Return every symbolic size in a nested value, once."""
+    found: dict[sympy.Expr, None] = {}
+    for _, leaf in walk(value):
+        sizes: Iterable[Any] = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                expr = env.replace(size.node.expr)
+                if expr.free_symbols:
+                    found[expr] = None
+    return list(found)
+
+
+def number_at(size: int | torch.SymInt, env: ShapeEnv, values: Values) -> int:
+    """Return a size as a number, where some symbols have other values than in the example."""
+    if isinstance(size, torch.SymInt):
+        return int(env.replace(size.node.expr).xreplace({**known_sizes(env), **values}))
+    return int(size)

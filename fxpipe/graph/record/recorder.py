@@ -71,7 +71,7 @@ from fxpipe.graph.record.torch_functions import (
     substitute,
 )
 from fxpipe.graph.sandbox.fake import FakeState, Left
-from fxpipe.graph.sandbox.patches import observe, unobserved
+from fxpipe.graph.sandbox.patches import Seer, observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.graph.source_line import is_users, user_frame
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, version_of
@@ -81,7 +81,7 @@ __all__ = ["Trace"]
 _TO_NUMPY = ("numpy", "__array__")
 
 
-class Trace(TorchFunctionMode):
+class Trace(TorchFunctionMode, Seer):
     """One run of a model under observation; the graph grows on `tape`."""
 
     def __init__(

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import map_leaves
-from fxpipe.graph.sandbox.made_up import grown
-from fxpipe.graph.sandbox.patches import intercepted
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.sandbox.made_up import another, grown
+from fxpipe.graph.sandbox.patches import Seer, intercepted
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.graph.sizes.symbols import TracedSizes
@@ -41,13 +41,10 @@ from fxpipe.torch_inside import (
 __all__ = [
     "FakeState",
     "Left",
-    "Quiet",
     "Slot",
     "fake_mode",
-    "grown",
     "on_trace_device",
     "probe",
-    "run_real",
 ]
 
 _CPU = torch.device("cpu")
@@ -80,32 +77,42 @@ def probe(
         state = FakeState(mode, module, all_trainable=False)
         stack.enter_context(state.fake())
         with mode:
-            fakes = map_leaves(_faked, inputs)
+            args, kwargs = _made_up(inputs, torch.empty, _faked)
             try:
-                return module(*fakes[0], **fakes[1])
+                return module(*args, **kwargs)
             except Exception as error:
                 failure = error
         if state.is_sharded:
             raise failure
         with state.real():
-            return run_real(mode, module, module, fakes[0], fakes[1], failure)
+            return run_real(mode, module, module, args, kwargs, failure)
 
 
 def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> Any:
     """Run a module of the user's own fake tensors, on their device."""
+    with preserved(module), state.fake_mode:
+        args, kwargs = _made_up(inputs, torch.empty, torch.Tensor.detach, state.device)
+        return module(*args, **kwargs)
 
-    def made_up(leaf: Any) -> Any:
+
+def _made_up(
+    inputs: Any,
+    make: Callable[..., torch.Tensor],
+    take: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device = _CPU,
+) -> Any:
+    """Return inputs with a tensor for each spec, and another for each tensor."""
+
+    def one(leaf: Any) -> Any:
         if isinstance(leaf, TensorSpec):
-            made = torch.empty([int(n) for n in leaf.shape], dtype=leaf.dtype, device=state.device)
+            made = make([int(n) for n in leaf.shape], dtype=leaf.dtype, device=device)
         elif isinstance(leaf, torch.Tensor):
-            made = leaf.detach()
+            made = take(leaf)
         else:
             return leaf
-        return grown(made) if leaf.requires_grad else made
+        return grown(made) if leaf.requires_grad and not made.requires_grad else made
 
-    with preserved(module), state.fake_mode:
-        made = map_leaves(made_up, inputs)
-        return module(*made[0], **made[1])
+    return map_leaves(one, inputs)
 
 
 def _is_small(module: nn.Module, inputs: Any) -> bool:
@@ -113,38 +120,23 @@ def _is_small(module: nn.Module, inputs: Any) -> bool:
     state = (*module.parameters(), *module.buffers())
     total = sum(tensor.numel() for tensor in state)
     is_plain = all(_is_plain(tensor) and tensor.device == _CPU for tensor in state)
-    found: list[bool] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            found.append(_is_plain(leaf) and leaf.device == _CPU and leaf.numel() <= _SMALL)
-        elif isinstance(leaf, TensorSpec):
-            found.append(math.prod(map(int, leaf.shape)) <= _SMALL)
-        return leaf
-
-    map_leaves(look, inputs)
-    return total <= _SMALL and is_plain and all(found) and not _may_communicate(module)
+    leaves = [leaf for _, leaf in walk(inputs)]
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    counts = [math.prod(map(int, s.shape)) for s in leaves if isinstance(s, TensorSpec)]
+    is_plain &= all(_is_plain(tensor) and tensor.device == _CPU for tensor in given)
+    total = max([total, *counts, *(tensor.numel() for tensor in given)])
+    return total <= _SMALL and is_plain and not _may_communicate(module)
 
 
 def _run_small(module: nn.Module, inputs: Any) -> Any:
     """Run the module on made-up tensors, with all its state put back."""
-
-    def made_up(leaf: Any) -> Any:
-        if isinstance(leaf, TensorSpec):
-            made = torch.zeros([int(n) for n in leaf.shape], dtype=leaf.dtype, device=_CPU)
-        elif isinstance(leaf, torch.Tensor):
-            made = leaf.detach().clone()
-        else:
-            return leaf
-        return grown(made) if leaf.requires_grad else made
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
         stack.enter_context(preserved_values(module))
         stack.enter_context(intercepted(module, _Casting()))
         stack.enter_context(torch.inference_mode(False))
-        made = map_leaves(made_up, inputs)
-        return module(*made[0], **made[1])
+        args, kwargs = _made_up(inputs, torch.zeros, lambda tensor: tensor.detach().clone())
+        return module(*args, **kwargs)
 
 
 def _may_communicate(module: nn.Module) -> bool:
@@ -173,32 +165,7 @@ def unlogged() -> Iterator[None]:
         logger.disabled = before
 
 
-class Quiet:
-    """A seer that lets everything happen, without the hooks of users."""
-
-    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    def on_function(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    def on_decision(self, value: Any) -> None: ...
-
-    def on_training(self, module: nn.Module) -> None: ...
-
-    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
-
-    def on_autocast(self, region: Any, entering: bool) -> None: ...
-
-    def on_kept(self, module: nn.Module) -> None: ...
-
-    def on_hook(self, hook: Any, module: nn.Module, values: tuple[Any, ...]) -> Any: ...
-
-
-class _Casting(Quiet):
+class _Casting(Seer):
     """Casts like the hooks of sharded modules with mixed precision, which do not run."""
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -256,9 +223,6 @@ class Slot:
     key: str
     real: torch.Tensor
     fake: torch.Tensor
-
-    def put(self, tensor: torch.Tensor) -> None:
-        self.place[self.key] = tensor
 
 
 class FakeState:
@@ -337,24 +301,28 @@ class FakeState:
     @contextlib.contextmanager
     def fake(self) -> Iterator[None]:
         """Have the model hold fakes; `preserved` around it puts everything back."""
-        for slot in self._slots:
-            slot.put(slot.fake)
+        self._put_fakes()
         try:
             yield
         finally:
-            for slot in self._slots:
-                slot.put(slot.real)
+            self._put_reals()
 
     @contextlib.contextmanager
     def real(self) -> Iterator[None]:
         """Have the model hold its own tensors again, for a run on real ones."""
-        for slot in self._slots:
-            slot.put(slot.real)
+        self._put_reals()
         try:
             yield
         finally:
-            for slot in self._slots:
-                slot.put(slot.fake)
+            self._put_fakes()
+
+    def _put_fakes(self) -> None:
+        for slot in self._slots:
+            slot.place[slot.key] = slot.fake
+
+    def _put_reals(self) -> None:
+        for slot in self._slots:
+            slot.place[slot.key] = slot.real
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -367,27 +335,9 @@ def _is_float(tensor: torch.Tensor) -> bool:
 
 
 def _mode_of(inputs: Any) -> FakeTensorMode | None:
-    found: list[FakeTensorMode] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, FakeTensor):
-            found.append(leaf.fake_mode)
-        return leaf
-
-    map_leaves(look, inputs)
-    return found[0] if found else None
+    found = (leaf.fake_mode for _, leaf in walk(inputs) if isinstance(leaf, FakeTensor))
+    return next(found, None)
 
 
-def _faked(leaf: Any) -> Any:
-    if isinstance(leaf, FakeTensor):
-        return leaf
-    if isinstance(leaf, TensorSpec):
-        shape = [int(size) for size in leaf.shape]
-        made = torch.empty(shape, dtype=leaf.dtype, device=_CPU)
-        return grown(made) if leaf.requires_grad else made
-    if isinstance(leaf, torch.Tensor):
-        made = torch.empty_strided(
-            leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on_trace_device(leaf)
-        )
-        return grown(made) if leaf.requires_grad else made
-    return leaf
+def _faked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, FakeTensor) else another(tensor)

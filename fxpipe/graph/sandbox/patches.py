@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -48,14 +48,20 @@ __all__ = [
 Call = Callable[..., Any]
 
 
-class Seer(Protocol):
-    """Is told of each call that `intercepted` sees, and decides what the call does."""
+class Seer:
+    """Is told of each call that `intercepted` sees, and decides what the call does.
 
-    def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any: ...
+    This one lets everything happen, without the hooks of users.
+    """
 
-    def on_function(self, function: type, call: Call, args: Any, kwargs: Any) -> Any: ...
+    def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
 
-    def on_vmap(self, call: Call, args: Any, kwargs: Any) -> Any: ...
+    def on_function(self, function: type, call: Call, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    def on_vmap(self, call: Call, args: Any, kwargs: Any) -> Any:
+        return call(*args, **kwargs)
 
     def on_decision(self, value: Any) -> None: ...
 

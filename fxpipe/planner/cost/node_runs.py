@@ -33,8 +33,8 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.call_keys import module_key
 from fxpipe.graph.record.tape import Constant, StageDevice
-from fxpipe.graph.sandbox.fake import FakeState, Quiet, unlogged
-from fxpipe.graph.sandbox.patches import intercepted
+from fxpipe.graph.sandbox.fake import FakeState, unlogged
+from fxpipe.graph.sandbox.patches import Seer, intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.watch import Observation, Op, entry, observe
@@ -260,7 +260,7 @@ class Bench:
     def _enter(self, stack: contextlib.ExitStack, module: nn.Module | None) -> None:
         if module is not None:
             stack.enter_context(preserved(module))
-            stack.enter_context(intercepted(module, Quiet()))
+            stack.enter_context(intercepted(module, Seer()))
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

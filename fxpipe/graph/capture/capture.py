@@ -9,7 +9,8 @@ The model runs a few times on tensors without data (`one_run.py`); a line of the
 often, and why. There are two loops. The inner one settles which modules are open and
 which sizes: all as symbols; where the model does not take that, the batch alone, then plain
 numbers. What the user asked for in `dynamic_shapes` stays a symbol in every run, or is an
-error. The outer one begins again with the values of the example, if nothing else will do.
+error. The outer one begins again with the values of the example, then in the mode that the
+model is in and no other, if nothing else will do.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def capture_for(
     task = Task(module, call, named, splits or {}, Places(module))
     settings = Settings(frozenset(opened), read_wishes(dynamic_shapes, module, call, named))
     try:
-        return _first_use(use, task, settings)
+        return _use(use, task, settings)
     finally:
         _log.info(
             "%s ran %d times on tensors without data: %s",
@@ -100,44 +101,32 @@ def capture_for(
         )  # fmt: skip
 
 
-def _first_use(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> Used:
-    """Return what `use` makes of a graph; if it must be, of one for the present mode only."""
-    try:
-        return _use_in_modes(use, task, settings)
-    except Exception as error:
-        if not task.other_mode:
-            raise
-        reason = str(_explained(task.other_mode[0], task)).strip()
-        why = "in the mode that the model is in, since the other cannot be captured"
-        alone = dataclasses.replace(settings, why_one_mode=reason, why=why)
-        try:
-            return _use_in_modes(use, task, alone)
-        except Exception:
-            raise error from error.__cause__
-
-
-def _use_in_modes(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> Used:
-    """Return what `use` makes of a graph; if it must be, of one that follows the example."""
+def _use(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> Used:
+    """Return what `use` makes of a graph, if need be of one for the example or one mode only."""
     first: Exception | None = None
-    for follows_example in (False, True):
-        if first is not None:
-            why = f"with the values of the example ({_first_line(first)})"
-            settings = dataclasses.replace(settings, follows_example=True, why=why)
+    while True:
         try:
             traced = _capture_open(task, settings)
         except Exception as error:
             first = first or error
-            is_final = isinstance(error, FxpipeError) and not isinstance(error, ValueDecidesError)
-            if is_final or follows_example:
-                break
-            continue
-        try:
-            return use(traced)
-        except UnknownSizeError as error:
-            first = first or error
-    assert first is not None
-    found = _explained(first, task)
-    raise found from found.__cause__
+            may_follow = isinstance(error, ValueDecidesError) or not isinstance(error, FxpipeError)
+        else:
+            try:
+                return use(traced)
+            except UnknownSizeError as error:
+                first, may_follow = first or error, True
+        if may_follow and not settings.follows_example:
+            why = f"with the values of the example ({_first_line(first)})"
+            settings = dataclasses.replace(settings, follows_example=True, why=why)
+        elif task.other_mode and not settings.why_one_mode:
+            reason = str(_explained(task.other_mode[0], task)).strip()
+            why = "in the mode that the model is in, since the other cannot be captured"
+            settings = dataclasses.replace(
+                settings, follows_example=False, why_one_mode=reason, why=why
+            )
+        else:
+            found = _explained(first, task)
+            raise found from found.__cause__
 
 
 def _first_line(error: Exception) -> str:

@@ -2,23 +2,28 @@
 
 Equal are calls of the same function, or of modules that are alike, with arguments of the same
 kind: sizes as formulas, dtypes, devices, plain values. `FunctionRuns` remembers what torch's
-functions returned. A function that changes an argument, returns a view of one, or makes
-sizes out of values runs each time.
+functions returned and changed. A function that returns a view of an argument, or makes
+sizes out of values, runs each time.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional
 
 from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
 from fxpipe.graph.sandbox.made_up import empty
+from fxpipe.graph.sizes.symbols import flat
 from fxpipe.torch_inside import (
     FakeTensor,
     buffers_of,
@@ -46,17 +51,19 @@ class FunctionRuns:
         """Return what a function returns."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key = self._key(func, args, kwargs, tensors)
-        func = _FOLLOWING.get(func, func)
         if key is None:
-            with following_sizes():
-                return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         if key in self._known:
-            return _made(self._known[key])
+            known, changed = self._known[key]
+            increment_version([tensors[index] for index in changed])
+            return _made(known)
         versions = [version_of(tensor) for tensor in tensors]
-        with following_sizes():
-            output = func(*args, **kwargs)
-        if [version_of(tensor) for tensor in tensors] == versions and _is_new(output, tensors):
-            self._known[key] = _described(output)
+        output = _run(func, args, kwargs)
+        changed = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
+        if not any(tensors[i].requires_grad for i in changed) and _is_new(output, tensors):
+            known = _described(output)
+            self._known[key] = (known, changed)
+            return output if _is_flat(output) else _made(known)
         return output
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Hashable:
@@ -67,11 +74,39 @@ class FunctionRuns:
         return None if key is None else (key, torch.get_default_dtype())
 
 
-# Functions that fix sizes which do not matter to them, and others that do the same.
-_FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = dict.fromkeys(
-    (torch.max_pool1d, functional.max_pool1d),
-    lambda *args, **kwargs: functional.max_pool1d_with_indices(*args, **kwargs)[0],
-)
+def _batch_norm(
+    x: torch.Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, *options: Any, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Return what a batch norm returns; torch would compute it in some twenty steps."""
+    state = [part for part in (mean, var, weight, bias) if part is not None]
+    if x.dim() < 2 or any(part.shape[0] != x.shape[1] for part in state):
+        return functional.batch_norm(x, mean, var, weight, bias, training, *options, **others)
+    if training and mean is not None:
+        increment_version([mean, var])
+    made = torch.empty_like(x)
+    has_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *state))
+    return empty(made.shape, made.stride(), made.dtype, made.device, has_gradient)
+
+
+# Functions for which torch's C++ code fixes sizes that do not matter to them.
+_FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
+# Functions in whose place others run, that fix no sizes or are quicker.
+_FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(
+        (torch.max_pool1d, functional.max_pool1d),
+        lambda *args, **kwargs: functional.max_pool1d_with_indices(*args, **kwargs)[0],
+    ),
+    functional.batch_norm: _batch_norm,
+}
+
+
+def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    func = _FOLLOWING.get(func, func)
+    if not any(word in getattr(func, "__name__", "") for word in _FIXING):
+        return func(*args, **kwargs)
+    with following_sizes():
+        return func(*args, **kwargs)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -100,7 +135,13 @@ def _symbols(size: Any) -> set[Any]:
 def _described(output: Any) -> Any:
     if type(output) in (tuple, list):
         return type(output)(map(_described, output))
-    return (output.shape, output.stride(), output.dtype, output.device, output.requires_grad)
+    shape, stride = torch.Size(map(flat, output.shape)), tuple(map(flat, output.stride()))
+    return (shape, stride, output.dtype, output.device, output.requires_grad)
+
+
+def _is_flat(output: Any) -> bool:
+    parts = output if type(output) in (tuple, list) else (output,)
+    return all(flat(size) is size for part in parts for size in part.shape)
 
 
 def _made(known: Any) -> Any:
@@ -146,7 +187,10 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 def module_key(module: nn.Module) -> Hashable:
     """Return what modules that are alike have in common."""
-    if any(map(_may_split, {type(part) for part in module.modules()})):
+    parts = list(module.modules())
+    if any(map(_may_split, {type(part) for part in parts})):
+        return id(module)
+    if any(value is markers.pipe_split for part in parts for value in vars(part).values()):
         return id(module)
     return tuple((name, _one_module_key(part)) for name, part in module.named_modules())
 
@@ -213,20 +257,36 @@ def _value_key(value: Any) -> Hashable:
     return ("object", id(value))
 
 
+_splitting: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
 def _may_split(kind: type) -> bool:
-    for parent in kind.__mro__:
-        if parent.__module__.startswith(("torch.", "transformers.")):
-            continue
-        scope = vars(sys.modules.get(parent.__module__, sys))
-        if any(
-            value in (markers.pipe_split, markers) for value in map(_plain_value, scope.values())
-        ):
+    """Say whether code of a class, or of the file that defines it, mentions `pipe_split`."""
+    if kind not in _splitting:
+        own = [k for k in kind.__mro__ if not k.__module__.startswith(("torch.", "transformers."))]
+        files = {k.__module__: sys.modules.get(k.__module__) for k in own}
+        scopes = [vars(place) for place in (*own, *files.values()) if place is not None]
+        _splitting[kind] = any(map(_mentions_split, scopes))
+    return _splitting[kind]
+
+
+def _mentions_split(scope: Mapping[str, Any]) -> bool:
+    values = list(scope.values())
+    values += [part for value in values if isinstance(value, type) for part in vars(value).values()]
+    known = {name for name, value in scope.items() if value is markers.pipe_split}
+    known.add(markers.pipe_split.__name__)
+    codes = [found.__code__ for found in map(_function, values) if found is not None]
+    while codes:
+        code = codes.pop()
+        if known.intersection((*code.co_names, *code.co_freevars)):
             return True
-        if "fxpipe" in scope:
-            return True
+        codes += [part for part in code.co_consts if isinstance(part, CodeType)]
     return False
 
 
-def _plain_value(value: Any) -> Any:
-    # Comparing arbitrary module globals must not run their __eq__.
-    return value if type(value) in (type(markers), type(markers.pipe_split)) else None
+def _function(value: Any) -> FunctionType | None:
+    """Return the function behind decorators and methods of a class, if it is one."""
+    while not isinstance(value, FunctionType) and hasattr(type(value), "__wrapped__"):
+        value = value.__wrapped__  # of a staticmethod or classmethod
+    found = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    return found if isinstance(found, FunctionType) else None

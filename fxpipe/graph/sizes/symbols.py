@@ -14,6 +14,7 @@ Out: fake inputs, and afterwards the names, conditions and sizes that are left.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,9 +28,24 @@ from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import Accessor, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
-from fxpipe.torch_inside import FakeTensorMode, constant_source, known_sizes, watch_replacements
+from fxpipe.torch_inside import (
+    FakeTensorMode,
+    constant_source,
+    floor_div,
+    known_sizes,
+    watch_replacements,
+)
 
-__all__ = ["InputDim", "Sizes", "TracedSizes", "Values", "all_dims", "exprs_in", "number_at"]
+__all__ = [
+    "InputDim",
+    "Sizes",
+    "TracedSizes",
+    "Values",
+    "all_dims",
+    "exprs_in",
+    "flat",
+    "number_at",
+]
 
 Values = Mapping[sympy.Symbol, int]
 
@@ -275,3 +291,33 @@ def number_at(size: int | torch.SymInt, env: ShapeEnv, values: Values) -> int:
     if isinstance(size, torch.SymInt):
         return int(env.replace(size.node.expr).xreplace({**known_sizes(env), **values}))
     return int(size)
+
+
+def flat(size: Any) -> Any:
+    """Return a size with one division where it has several: `(s//4 - 1)//2` is `(s - 4)//8`.
+
+    What torch does with a size takes longer the deeper it is.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size
+    node = size.node
+    expr = _flat(node.expr)
+    return size if expr == node.expr else node.shape_env.create_symintnode(expr, hint=node.hint)
+
+
+@functools.lru_cache(maxsize=4096)
+def _flat(expr: Any) -> Any:
+    if not expr.args:
+        return expr
+    args = [_flat(arg) for arg in expr.args]
+    if _is_division(expr):
+        rest, inner = args[0].as_coeff_Add()
+        if _is_division(inner):
+            base, divisor = inner.args
+            return floor_div(base + divisor * rest, divisor * args[1])
+    return expr.func(*args)
+
+
+def _is_division(expr: Any) -> bool:
+    is_one = type(expr).__name__ == "FloorDiv"
+    return is_one and bool(expr.args[1].is_Integer) and bool(expr.args[1] > 0)

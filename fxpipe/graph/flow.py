@@ -86,6 +86,7 @@ class Flow:
         self.lent: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
         # Arguments of repeated modules of which only size and dtype matter.
         self.stand_ins: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
+        self._reached: dict[int, tuple[dict[fx.Node, None], dict[fx.Node, None]]] = {}
         self._where_sizes: dict[str, list[tuple[fx.Node, int]]] = {}
         self._numbers: dict[str, fx.Node] = {}
         self._note_sizes()
@@ -107,7 +108,8 @@ class Flow:
 
     def needs(self, stage: int) -> dict[fx.Node, None]:
         """Return the tensors of earlier stages that a stage reads, as nodes."""
-        local, found = self._reach(stage, self.own(stage))
+        local, received = self._reach(stage)
+        found = dict(received)
         for name in sorted(self._missing_sizes(local, found)):
             for part in self.sendable(self._size_node(name, stage)):
                 found[part] = None
@@ -115,19 +117,25 @@ class Flow:
 
     def local(self, stage: int) -> list[fx.Node]:
         """Return everything a stage computes or takes for itself."""
-        return list(self._reach(stage, self.own(stage))[0])
+        return list(self._reach(stage)[0])
 
     def inputs(self, stage: int) -> set[fx.Node]:
         """Return the model inputs that a stage's nodes read."""
         return {node for node in self.local(stage) if node.op == "placeholder"}
 
-    def _reach(
-        self, stage: int, nodes: Iterable[fx.Node]
-    ) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
-        """Return what a stage computes to run some nodes, and what it receives for it."""
+    def repeat(self, stage: int, nodes: set[fx.Node], stand_ins: Mapping[fx.Node, fx.Node]) -> None:
+        """Have a stage compute nodes that another stage computes too."""
+        self.repeated[stage] |= nodes
+        self.stand_ins[stage].update(stand_ins)
+        self._reached.clear()
+
+    def _reach(self, stage: int) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+        """Return what a stage computes to run its nodes, and what it receives for it."""
+        if stage in self._reached:
+            return self._reached[stage]
         local: dict[fx.Node, None] = {}
         found: dict[fx.Node, None] = {}
-        stack = list(reversed(list(nodes)))
+        stack = list(reversed(self.own(stage)))
         while stack:
             node = stack.pop()
             if node in local:
@@ -141,6 +149,7 @@ class Flow:
                 continue
             local[node] = None
             stack.extend(reversed(self._local_sources(node, stage)))
+        self._reached[stage] = (local, found)
         return local, found
 
     def _local_sources(self, node: fx.Node, stage: int) -> list[fx.Node]:
@@ -162,6 +171,7 @@ class Flow:
             )  # fmt: skip
             self.stage_of[made] = first
         self.lent[stage][placeholder] = made
+        self._reached.clear()
 
     def _first_stage(self, node: fx.Node) -> int | None:
         if not is_free(node, self.facts):
@@ -241,6 +251,7 @@ class Flow:
         self.facts[made] = replace(known.origin, spec=spec, mode=known.mode)
         if behind in self.stage_of:
             self.stage_of[made] = self.stage_of[behind]
+        self._reached.clear()
         return made
 
     def _parts(self, node: fx.Node) -> Iterator[fx.Node]:

@@ -41,8 +41,7 @@ def choose_repeated(flow: Flow) -> list[list[str]]:
                 extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
                 for placeholder in sorted(extra):
                     flow.lend(placeholder, stage)
-                flow.repeated[stage] |= chain.nodes
-                flow.stand_ins[stage].update(chain.stand_ins)
+                flow.repeat(stage, chain.nodes, chain.stand_ins)
                 names.append(node.name)
         chosen.append(names)
     return chosen

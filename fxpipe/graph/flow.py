@@ -111,7 +111,10 @@ class Flow:
         local, received = self._reach(stage)
         found = dict(received)
         for name in sorted(self._missing_sizes(local, found)):
-            for part in self.sendable(self._size_node(name, stage)):
+            size = self._size_node(name, stage)
+            if self.stage_of[size] == stage:
+                return self.needs(stage)  # the stage reads an input now
+            for part in self.sendable(size):
                 found[part] = None
         return found
 
@@ -324,6 +327,13 @@ class Flow:
             made = self._add(behind, "call_method", "size", (node, dim), name, symbol(name))
             self.stage_of[made] = made_in
             return made
+        for node, dim in self._where_sizes.get(name, []):
+            if node.op == "placeholder":  # the stage itself takes the input
+                made = self._add(
+                    self._behind_inputs(), "call_method", "size", (node, dim), name, symbol(name)
+                )
+                self.stage_of[made] = stage
+                return made
         raise SplitError(
             f"stage {stage} needs the size {name}, and no earlier stage has it; move the split"
         )

@@ -256,13 +256,15 @@ def pipeline(
     budget = read_budget(check)
     spec = dict(split_spec) if split_spec is not None else annotations_of(module)
     check_split_spec(module, spec)
+    _check_initialized(module)
     policy = _policy(split_policy, num_stages)
-    opened = _opened(module, spec, policy, granularity)
+    needed, chosen = _opened(module, spec, policy, granularity)
     call = (tuple(mb_args), dict(mb_kwargs or {}))
 
     pipe, traced = capture_for(
         lambda traced: (Pipe(traced, _assign(policy, traced)), traced), module, *call,
-        opened=opened, splits=spec, dynamic_shapes=dynamic_shapes,
+        opened=needed | chosen, splits=spec, may_close=chosen - needed,
+        dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
     if check_with is not None:
         pipe._checked(_check_by(check_with, pipe, traced, spec, granularity, budget))
@@ -357,18 +359,27 @@ def _assign(policy: Policy, traced: TracedGraph) -> Assignment:
     return found
 
 
+def _check_initialized(module: nn.Module) -> None:
+    lazy = [name for name, value in module.named_parameters() if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise TraceError(
+            f"the parameters {', '.join(lazy[:4])} have no size before the model first runs; "
+            "run it once with these inputs, then call pipeline()"
+        )
+
+
 def _opened(
     module: nn.Module, spec: Mapping[str, SplitPoint], policy: Policy, granularity: str
-) -> set[str]:
-    """The modules that cuts may fall into."""
+) -> tuple[set[str], set[str]]:
+    """The modules that cuts fall into, and more that they may fall into."""
     if granularity not in ("module", "op"):
         raise SplitError(f"granularity must be 'module' or 'op', got {granularity!r}")
     if granularity == "op":
-        return {name for name, _ in module.named_modules(remove_duplicate=False)}
+        return {""}, {name for name, _ in module.named_modules(remove_duplicate=False)}
     opened = {""} | ancestors(spec)
     opened |= getattr(policy, "opened", frozenset())
     wanted = getattr(policy, "num_stages", None)
-    return opened | choose_opened(module, wanted) if isinstance(wanted, int) else opened
+    return opened, choose_opened(module, wanted) if isinstance(wanted, int) else set()
 
 
 def _state_of(module: nn.Module) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ exception. Both skip fxpipe's own files and torch's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import linecache
 import sys
@@ -35,6 +36,7 @@ class Place:
 
 _OURS = (__file__.rpartition("/")[0] + "/", str(torch_inside.__file__))
 _TORCH = torch.__file__.rpartition("/")[0] + "/"
+_CONTEXTS = contextlib.__file__  # it is on the stack wherever a `with` is
 
 
 def user_frame() -> Place:
@@ -74,4 +76,4 @@ def is_ours(file: str) -> bool:
 
 def is_users(file: str) -> bool:
     """Say whether a file is neither ours nor torch's."""
-    return not file.startswith((*_OURS, _TORCH, "<"))
+    return not file.startswith((*_OURS, _TORCH, _CONTEXTS, "<"))

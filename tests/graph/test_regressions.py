@@ -3,12 +3,14 @@
 import copy
 import inspect
 import pathlib
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxpipe import SplitError, SplitPoint, TraceError, pipe_split, pipeline
+from tests.parity import assert_parity
 
 X = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
 
@@ -197,3 +199,61 @@ def test_pipeline_can_be_called_twice_and_leaves_the_model_alone() -> None:
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     pipe(X)
     assert calls == [1]
+
+
+class LooksAtValues(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.sum() > 0 else -input)
+
+
+class AssignsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), LooksAtValues(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count = self.count * 0.9 + 1
+        return self.b(self.a(x) * self.count), self.count.clone()
+
+
+def test_a_buffer_assigned_before_a_leaf_that_looks_at_values_is_written() -> None:
+    # The run of the leaf on real tensors put the old buffer back, and the assignment was lost.
+    model = AssignsBuffer()
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 4)
+    pipe = pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING})
+
+    for _ in range(2):
+        assert_parity(plain, pipe, (x,))
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    best: torch.Tensor
+
+
+class ReturnsNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.b(self.a(x))
+        return Named(y, y.argmax(-1))
+
+
+def test_a_hook_on_the_model_sees_an_output_made_of_parts_in_the_last_stage() -> None:
+    # A value that is put together belongs to no stage, and the hook that looks at it was put
+    # into the first: KeyError.
+    seen: list[Any] = []
+    model = ReturnsNamed()
+    model.register_forward_hook(lambda module, args, output: seen.append(output))
+    x = torch.randn(2, 4)
+    pipe = pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING})
+    seen.clear()
+
+    found = pipe(x)
+
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0].hidden, found.hidden)

@@ -78,12 +78,14 @@ def capture_for(
     *,
     opened: Collection[str] = ("",),
     splits: Mapping[str, SplitPoint] | None = None,
+    may_close: Collection[str] = (),
     dynamic_shapes: Any = None,
 ) -> Used:
     """Capture a model and return what `use` makes of the graph.
 
     Where `use` needs a size that no formula tells, it gets a second graph, in which sizes
-    that depend on values are those of the example.
+    that depend on values are those of the example. A module of `may_close` stays one call if
+    its code cannot be captured.
 
     Raises:
         TraceError, SplitError, InputError: as `capture`, and whatever `use` raises.
@@ -94,6 +96,19 @@ def capture_for(
     settings = Settings(frozenset(opened), read_wishes(dynamic_shapes, module, call, named))
     try:
         return _use(use, task, settings)
+    except FxpipeError as error:
+        inside = task.failed_in[-1] if task.failed_in else ""
+        closed = {name for name in may_close if inside and f"{name}.".startswith(f"{inside}.")}
+        if not closed:
+            raise
+        _log.info("%s stays one call, since its code cannot be captured", inside)
+        try:
+            return capture_for(
+                use, module, *call, opened=set(opened) - closed, splits=splits,
+                may_close=set(may_close) - closed, dynamic_shapes=dynamic_shapes,
+            )  # fmt: skip
+        except FxpipeError:
+            raise error from error.__cause__
     finally:
         _log.info(
             "%s ran %d times on tensors without data: %s",
@@ -145,7 +160,14 @@ def _explained(error: Exception, task: Task) -> Exception:
         "if it runs with these inputs, keep this code inside a submodule that is not split"
     )
     is_torchs = type(error).__module__.startswith("torch.")
-    if is_torchs or task.runs_plainly():
+    made_first = task.run_plainly()
+    if made_first:
+        names = ", ".join(made_first[:4])
+        return TraceError(
+            f"the forward of {type(module).__name__} makes {names} when it first runs{where}\n"
+            "run the model once with these inputs, then call pipeline()"
+        )
+    if is_torchs or made_first is not None:
         kind = "" if is_torchs else f"{type(error).__name__}: "
         made = TraceError(f"{kind}{_first_line(error)}\n{text}")
         made.__cause__ = error

@@ -54,21 +54,33 @@ class Task:
     places: Places
     runs: list[str] = dataclasses.field(default_factory=list)
     other_mode: list[Exception] = dataclasses.field(default_factory=list)
+    failed_in: list[str] = dataclasses.field(default_factory=list)
 
-    def runs_plainly(self) -> bool:
-        """Say whether the model runs with the example inputs, if they and it have data."""
+    def run_plainly(self) -> list[str] | None:
+        """Run the model; return the names of what it makes when it first runs, None if it fails.
+
+        It is not run without data.
+        """
         module = self.module
         tensors = [leaf for _, leaf in walk(self.call) if isinstance(leaf, torch.Tensor)]
         tensors += [*module.parameters(), *module.buffers()]
         if any(t.is_meta or isinstance(t, FakeTensor) or local_tensor(t) is not t for t in tensors):
-            return False
+            return None
+        before = _names_in(module)
         with preserved(module, places=self.places), preserved_values(module), torch.no_grad():
             try:
                 args, kwargs = map_leaves(_cloned, self.call)
                 module(*args, **kwargs)
             except Exception:
-                return False
-        return True
+                return None
+            return sorted(_names_in(module) - before)
+
+
+def _names_in(module: nn.Module) -> set[str]:
+    """Return the names of modules, parameters and buffers, without those inside them."""
+    found = [module.named_modules(), module.named_parameters(), module.named_buffers()]
+    names = {name for group in found for name, _ in group}
+    return {name for name in names if name}
 
 
 def _cloned(leaf: Any) -> Any:
@@ -146,6 +158,7 @@ def run_once(
             trace.finish(output)
         except Exception:
             _check_opened(settings, trace)
+            task.failed_in.append(trace.failed_in)
             raise
     _check_opened(settings, trace)
     _check_called(task.splits, trace.called)

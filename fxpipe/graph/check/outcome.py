@@ -33,7 +33,7 @@ from fxpipe.graph.nested import (
     snapshot,
     walk,
 )
-from fxpipe.graph.record.state_writes import SET_ONCE
+from fxpipe.graph.record.state_writes import hook_count
 from fxpipe.graph.sandbox.places import Places
 from fxpipe.graph.sandbox.restore import preserved
 from fxpipe.torch_inside import (
@@ -48,7 +48,7 @@ from fxpipe.torch_inside import (
 __all__ = ["Outcome", "Subject"]
 
 _SEED = 20240607
-_NOT_STATE = frozenset({PARAMETERS, BUFFERS, MODULES, "training", *SET_ONCE})
+_NOT_STATE = frozenset({PARAMETERS, BUFFERS, MODULES, "training"})
 
 
 @dataclass(slots=True)
@@ -77,6 +77,7 @@ class Subject:
         self._state = {**_tensors(self._staged), **_tensors(self._own)}
         self._saved = {id(t): t.detach().clone() for t in self._state.values()}
         self._places = Places(self._all)
+        self._hooks = hook_count(part for _, part in self._own)
         self._before = {name: _attributes(part) for name, part in self._own}
 
     def run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
@@ -171,11 +172,14 @@ class Subject:
 
     def _changed_attributes(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        puts_hooks = hook_count(part for _, part in self._own) != self._hooks
         for name, part in self._own:
             before = self._before[name]
             for key, value in vars(part).items():
                 if key in _NOT_STATE or key.endswith("_hooks"):
                     continue
+                if puts_hooks and type(value) is bool:
+                    continue  # it remembers that the hooks are there
                 if key in before and before[key][0] is value:
                     inside = before[key][1]
                     if inside is None or inside == contents(value):

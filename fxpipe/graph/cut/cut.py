@@ -12,7 +12,7 @@ received value) are taken where they are needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -137,9 +137,22 @@ def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, i
             latest = max(latest, stage_of[node.name])
     for node in work_nodes(traced):
         if isinstance(node.target, (Hooked, Kept, AgreedPart, Observed)):
-            makers = [_maker(traced, source) for source in node.all_input_nodes]
-            stage_of[node.name] = max((stage_of.get(m.name, 0) for m in makers), default=0)
+            stage_of[node.name] = _made_in(traced, stage_of, node.all_input_nodes)
     return stage_of
+
+
+def _made_in(traced: TracedGraph, stage_of: Mapping[str, int], nodes: Iterable[fx.Node]) -> int:
+    """Return the stage in which the last of some values is there."""
+    makers = [_maker(traced, node) for node in nodes]
+    return max(
+        (
+            stage_of[maker.name]
+            if maker.name in stage_of
+            else _made_in(traced, stage_of, maker.all_input_nodes)
+            for maker in makers
+        ),
+        default=0,
+    )
 
 
 def _maker(traced: TracedGraph, node: fx.Node) -> fx.Node:

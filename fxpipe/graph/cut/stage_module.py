@@ -12,7 +12,7 @@ import copy
 import keyword
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch import fx, nn
 
@@ -30,6 +30,7 @@ from fxpipe.torch_inside import (
     backward_pre_hooks,
     buffers_of,
     children_of,
+    forward_pre_hooks,
     has_global_hooks,
     parameters_of,
     transient_buffers,
@@ -66,6 +67,14 @@ class StageModule(fx.GraphModule):
         vars(made).update(copy.deepcopy(state, memo))
         made.finish(copy.deepcopy(self.graph, memo))
         return made
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as the model does whose parts the stage has."""
+        super().train(mode)
+        for hook in forward_pre_hooks(self).values():
+            if isinstance(hook, StageGuard):
+                hook.train(self, mode)
+        return self
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module of the stage, also one that is called `graph` or `code`."""

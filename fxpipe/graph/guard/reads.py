@@ -12,6 +12,7 @@ machinery of `nn.Module` itself (its dicts, `training`) is not noted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.graph.guard.code_reads import Asked, FreeReads
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
@@ -69,7 +71,9 @@ class Reads:
         self._on_read = on_read
         self.names = {id(part): name for name, part in module.named_modules()}
         self.noted: dict[tuple[int, str], Read] = {}
-        self.settings: dict[tuple[str, tuple[Any, ...]], tuple[Any, Place]] = {}
+        self._free = FreeReads(self._watch_global)
+        self.asked = self._free.asked
+        self._far: set[int] = set()
         self._module = module
         self._is_opened = is_opened
         self._stack = ExitStack()
@@ -100,7 +104,11 @@ class Reads:
             return
         home, value = find(holder, name)
         if home == "class" and hasattr(type(value), "__get__"):
-            return  # a method or a property
+            self._free.note(value)  # a method or a property
+            return
+        if id(holder) in self._far and not is_atom(value):
+            return
+        self._free.note(value)
         self.noted[key] = Read(holder, name, home, value, _inside(value), user_frame())
         for part in value if type(value) in (list, tuple) else (value,):
             if _is_object(part):
@@ -108,6 +116,25 @@ class Reads:
                     id(part), f"{self.names.get(id(holder), '')}.{name}".strip(".")
                 )
                 self._watch(type(part))
+
+    def note_code(self, frame: Any) -> None:
+        """Take note of what the user's code that is running can read, up to the module's call."""
+        while frame is not None and is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        while frame is not None and not is_ours(frame.f_code.co_filename):
+            if is_users(frame.f_code.co_filename):
+                self._free.note_code(frame.f_code, frame.f_globals)
+            frame = frame.f_back
+
+    def note_module(self, module: nn.Module) -> None:
+        """Take note of what the forward of an opened module can read."""
+        self._free.note(module.forward)
+
+    def _watch_global(self, value: Any, name: str) -> None:
+        if _is_object(value) and id(value) not in self.names:
+            self.names[id(value)] = name
+            self._far.add(id(value))
+            self._watch(type(value))
 
     def forget(self, read: Read) -> None:
         """Have nobody compare an attribute, as for a cache that the code fills itself."""
@@ -154,7 +181,10 @@ class Reads:
             # What the code has set for itself is not of the world.
             is_worlds = args in usual and usual[args] == value
             if is_worlds and self._is_opened() and is_users(sys._getframe(1).f_code.co_filename):
-                self.settings.setdefault((name, args), (value, user_frame()))
+                asked = Asked(
+                    f"torch.{name}()", functools.partial(original, *args), value, user_frame()
+                )
+                self.asked.setdefault((name, args), asked)
             return value
 
         return ask

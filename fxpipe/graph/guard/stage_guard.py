@@ -81,6 +81,16 @@ class _Flag:
         if owner is not None:
             self._last = owner.training
 
+    @property
+    def owner(self) -> nn.Module | None:
+        return self._owner()
+
+    def take(self) -> None:
+        """Give the container the flag that its module has now."""
+        owner, holder = self._owner(), self._holder()
+        if owner is not None and holder is not None:
+            holder.training = owner.training
+
 
 class StageGuard:
     """Called before each forward of a stage."""
@@ -105,6 +115,25 @@ class StageGuard:
         """Take the flags that the model has now as known: those of a trial run are put back."""
         for flag in self._flags:
             flag.settle()
+
+    def train(self, stage: nn.Module, mode: bool) -> None:
+        """Set the flags of a stage as modules do that are split and have a `train` of their own.
+
+        Those of modules in other stages stay as they are.
+        """
+        mine = {id(part) for part in stage.modules()}
+        for flag in self._flags:
+            owner: Any = flag.owner
+            if owner is None or type(owner).train is nn.Module.train:
+                continue
+            before = {id(part): (part, part.training) for part in owner.modules()}
+            owner.train(mode)
+            for other in self._flags:
+                if id(other.owner) in before:
+                    other.take()
+            for part, was in before.values():
+                if id(part) not in mine:
+                    part.training = was
 
     def modes(
         self,

@@ -12,6 +12,7 @@ the model that it does not run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
@@ -21,8 +22,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.guard.code_reads import Asked
 from fxpipe.graph.guard.reads import MISSING, Read, Reads, find
-from fxpipe.graph.nested import is_atom
+from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import BUFFERS, HOOKS, PARAMETERS
 
@@ -98,18 +100,7 @@ class _Contents:
             return False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Setting:
-    """What a function of torch says about the process."""
-
-    ask: Callable[[], Any]
-    value: Any
-
-    def is_same(self) -> bool:
-        return bool(self.ask() == self.value)
-
-
-_Entry = _Attributes | _Identity | _Contents | _Setting
+_Entry = _Attributes | _Identity | _Contents | Asked
 
 
 class World:
@@ -141,14 +132,17 @@ class World:
                     grouped.setdefault((id(read.holder), home), []).append(read)
             elif read.value is now:
                 world._identity(read, now, text, None)
-                world._contents(now, text, read.place)
+                if read.inside is None or contents(now) == read.inside:
+                    world._contents(now, text, read.place)
+                elif type(now) is dict:  # the run itself had put more in before it was read
+                    world._some_contents(now, read.inside, text, read.place)
         for (_, home), found in grouped.items():
             world._attributes(home, found, reads.names.get(id(found[0].holder), ""))
         for name, part in opened.items():
             for kind in HOOKS if not isinstance(part, torch.jit.ScriptModule) else ():
                 world._hooks(vars(part)[kind], name, kind)
-        for (name, args), (value, place) in reads.settings.items():
-            world._setting(name, args, value, place)
+        for asked in reads.asked.values():
+            world._asked(asked)
         return world
 
     def joined(self, other: World) -> World:
@@ -229,6 +223,13 @@ class World:
         for part in inside:
             self._contents(part, text, place, depth + 1)
 
+    def _some_contents(self, live: dict[Any, Any], inside: Any, text: str, place: Place) -> None:
+        """Compare the entries of a dict that code found as they were before the run."""
+        for key, part in zip(*inside, strict=False):
+            if key in live and id(live[key]) == part and is_atom(live[key]):
+                asked = functools.partial(live.get, key)
+                self._asked(Asked(f"{text}[{key!r}]", asked, live[key], place))
+
     def _hooks(self, live: Any, name: str, kind: str) -> None:
         entry = _Contents(live, tuple(live))
         self._add(
@@ -240,10 +241,13 @@ class World:
             ],
         )
 
-    def _setting(self, name: str, args: tuple[Any, ...], value: Any, place: Place) -> None:
-        asked = getattr(torch, name)
-        entry = _Setting(lambda: asked(*args), value)
-        self._add(entry, lambda: [f"torch.{name}() was {value!r}, is {asked(*args)!r}{_at(place)}"])
+    def _asked(self, asked: Asked) -> None:
+        self._add(
+            asked,
+            lambda: [
+                f"{asked.text} was {_text(asked.value)}, is {_text(asked.ask())}{_at(asked.place)}"
+            ],
+        )
 
 
 def _held(value: Any) -> Callable[[], Any]:

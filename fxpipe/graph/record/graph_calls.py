@@ -43,6 +43,7 @@ __all__ = [
     "OnlyIf",
     "Rebuild",
     "Refusal",
+    "Scripted",
     "TensorConstant",
     "TracedDtype",
     "Within",
@@ -119,6 +120,17 @@ class Applied(GraphCall):
 
     def __call__(self, *args: Any) -> Any:
         return self._function.apply(*args)
+
+
+class Scripted(GraphCall):
+    """A callable that runs a function which `torch.jit.script` has compiled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function.__name__)
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
 class Constant(GraphCall):

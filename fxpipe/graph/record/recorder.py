@@ -12,6 +12,7 @@ A split inside a leaf cannot be honoured in this run; the trace then says in
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import sys
@@ -45,6 +46,7 @@ from fxpipe.graph.record.graph_calls import (
     Mapped,
     Observed,
     Refusal,
+    Scripted,
     function_modes,
 )
 from fxpipe.graph.record.leaf_runs import LeafOutcome, LeafRuns, run_operation
@@ -58,7 +60,7 @@ from fxpipe.graph.record.messages import (
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
-from fxpipe.graph.record.state_writes import StateWatch, carried_state
+from fxpipe.graph.record.state_writes import StateWatch
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
@@ -115,9 +117,11 @@ class Trace(TorchFunctionMode, Seer):
         self.called: set[str] = set()
         self.training_read: set[str] = set()
         self.asks_for_gradients = False
+        self.failed_in = ""
         self.real_of = state.real_of
         self.reads = Reads(module, self.is_opened, self.on_left)
         self._left: dict[tuple[int, str], set[str]] = {}
+        self._hooked: set[str] = set()
         self.tape = Tape(self._name_of_state, state.real_of)
         self.tape.describe = self._describe
         self.tape.generators = frozenset(
@@ -158,6 +162,8 @@ class Trace(TorchFunctionMode, Seer):
         name = self._name_of(module)
         if name is not None:
             self.called.add(name)
+        if isinstance(module, torch.jit.ScriptModule):
+            call = functools.partial(self._scripted, call)
         if self._leaf_stack or self._busy:
             return self._inside_leaf(module, name, call, args, kwargs)
         if self._stack and self._stack[-1] is module:
@@ -165,8 +171,12 @@ class Trace(TorchFunctionMode, Seer):
         self._split_at(name, SplitPoint.BEGINNING)
         if name is None or name in self._opened:
             self._stack.append(module)
+            self.reads.note_module(module)
             try:
                 output = call(*args, **kwargs)
+            except Exception:
+                self.failed_in = self.failed_in or name or ""
+                raise
             finally:
                 self._stack.pop()
         else:
@@ -196,6 +206,20 @@ class Trace(TorchFunctionMode, Seer):
             return call(*args, **kwargs)
         modes = function_modes()
         return self._operation(Mapped(modes[modes.index(self) + 1 :]), args, kwargs)
+
+    def on_script(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._leaf_stack:
+            self._leaves.touch(leaf for _, leaf in walk((args, kwargs)))
+        if self._leaf_stack or self._busy:
+            return self._scripted(function, *args, **kwargs)
+        return self._operation(Scripted(function), args, kwargs, real=True)
+
+    def _scripted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run compiled code on real tensors: given a symbol, it takes the number for granted."""
+        with suppress(Exception):
+            failure = ValueDecidesError("compiled code fails")
+            return self._leaves.run_function_real(call, args, kwargs, failure)
+        return call(*args, **kwargs)
 
     def on_mask(self, call: MaskCall, args: Any, kwargs: Any) -> Any:
         """Write the making of an attention mask as one node, if there is a mask."""
@@ -258,6 +282,8 @@ class Trace(TorchFunctionMode, Seer):
         In a leaf it is part of the call. There, one that fails on fakes looks at values.
         """
         if not self.is_opened():
+            names = {self._name_of(part) for part in self._leaf_stack}
+            self._hooked.update(name for name in names if name is not None)
             with suppress(Exception):
                 return hook(module, *values)
             return None
@@ -301,7 +327,7 @@ class Trace(TorchFunctionMode, Seer):
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         self._check_chance()
-        for fault in (*self._watch.write(self.tape), *carried_state(self.reads, self.tape)):
+        for fault in (*self._watch.write(self.tape), *self._watch.carried(self.reads, self.tape)):
             self.refuse(fault)
         with self._explained():
             self.tape.finish(output)
@@ -563,10 +589,12 @@ class Trace(TorchFunctionMode, Seer):
         try:
             yield
         except UnknownTensorError:
+            self.wanted |= self._hooked  # a hook in a leaf may have kept it
             raise TraceError(an_unknown_tensor(user_frame())) from None
 
     def _describe(self) -> NodeFacts:
         """Say what is known about a node that is written now."""
+        self.reads.note_code(sys._getframe(1))
         owner = self._name_of(self._stack[-1]) if self._stack else ""
         around = self._surroundings
         return NodeFacts(

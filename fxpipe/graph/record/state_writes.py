@@ -13,7 +13,7 @@ and stores them anew each time. A number that is only written is told to the log
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from fxpipe.graph.guard.reads import Read, Reads
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
-from fxpipe.torch_inside import buffers_of
+from fxpipe.graph.source_line import Place
+from fxpipe.torch_inside import HOOKS, buffers_of
 
-__all__ = ["SET_ONCE", "StateWatch", "carried_state"]
+__all__ = ["StateWatch", "hook_count"]
 
 _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
@@ -41,6 +42,8 @@ class StateWatch:
             if name in opened
         }
         self._state = state
+        self._all = list(module.modules())
+        self._hooks = hook_count(self._all)
         self._before = {name: dict(vars(part)) for name, part in self._modules.items()}
         self._plain = {name: _plain_attributes(part) for name, part in self._modules.items()}
 
@@ -74,38 +77,49 @@ class StateWatch:
                 faults.append(_fault(name, is_buffer, slot.fake, new))
         return faults
 
+    def carried(self, reads: Reads, tape: Tape) -> list[str]:
+        """Return what opened code read and changed, so that the next run would differ, as text.
+
+        A flag may remember that this run put hooks on modules: the trace has seen them act.
+        """
+        puts_hooks = hook_count(self._all) != self._hooks
+        faults = []
+        for read, now in reads.carried():
+            if puts_hooks and type(now) is bool:
+                continue
+            inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
+            tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
+            if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):
+                _keep_cache(reads, read, now, tape)
+                continue
+            owner = reads.names.get(id(read.holder), "")
+            name = f"{owner}.{read.name}" if owner else read.name
+            change = "changes what is in it" if now is read.value else f"makes it {_text(now)}"
+            faults.append(_carried_fault(name, read.value, change, read.place))
+        return faults + [
+            _carried_fault(asked.text, asked.value, "changes it", asked.place)
+            for asked in reads.asked.values()
+            if not asked.is_same()
+        ]
+
     def _places(self) -> Iterator[tuple[int, tuple[str, bool]]]:
         for name, part in self._modules.items():
             yield id(buffers_of(part)), (name, True)
             yield id(part.__dict__), (name, False)
 
 
-# Flags by which a library remembers that it has put hooks of its own on a model, which the
-# first run does and a trace records: transformers, for `output_hidden_states`.
-SET_ONCE = frozenset({"_output_capturing_hooks_installed"})
+def hook_count(modules: Iterable[nn.Module]) -> int:
+    """Return how many hooks some modules have."""
+    return sum(len(vars(part).get(kind, ())) for part in modules for kind in HOOKS)
 
 
-def carried_state(reads: Reads, tape: Tape) -> list[str]:
-    """Return what opened code read and changed, so that the next run would differ, as text."""
-    faults = []
-    for read, now in reads.carried():
-        if read.name in SET_ONCE:
-            continue
-        inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
-        tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
-        if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):
-            _keep_cache(reads, read, now, tape)
-            continue
-        owner = reads.names.get(id(read.holder), "")
-        name = f"{owner}.{read.name}" if owner else read.name
-        change = "changes what is in it" if now is read.value else f"makes it {_text(now)}"
-        faults.append(
-            f"code that is split reads {name!r} ({_text(read.value)}) and {change} for its next "
-            f"run; a stage would start from the same value each time\n  {read.place}\n    "
-            f"{read.place.source}\nregister it as a buffer that keeps its shape, or keep this code "
-            "inside a submodule that is not split"
-        )
-    return faults
+def _carried_fault(name: str, value: Any, change: str, place: Place) -> str:
+    return (
+        f"code that is split reads {name!r} ({_text(value)}) and {change} for its next "
+        f"run; a stage would start from the same value each time\n  {place}\n    "
+        f"{place.source}\nregister it as a buffer that keeps its shape, or keep this code "
+        "inside a submodule that is not split"
+    )
 
 
 def _keep_cache(reads: Reads, read: Read, now: Any, tape: Tape) -> None:

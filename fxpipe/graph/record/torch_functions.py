@@ -58,6 +58,8 @@ def effect_of(func: Any) -> str:
         return f"an assignment to .{func.__self__.__name__}"
     if func is torch.autograd.grad:
         return "torch.autograd.grad"
+    if name in ("_pack_padded_sequence", "_pad_packed_sequence"):
+        return f"{name[1:]}, whose sizes are values of its arguments"
     return name if name in ("backward", "set_", "share_memory_") else ""
 
 

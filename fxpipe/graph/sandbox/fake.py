@@ -301,7 +301,8 @@ class FakeState:
     @contextlib.contextmanager
     def fake(self) -> Iterator[None]:
         """Have the model hold fakes; `preserved` around it puts everything back."""
-        self._put_fakes()
+        for slot in self._slots:
+            slot.place[slot.key] = slot.fake
         try:
             yield
         finally:
@@ -309,16 +310,20 @@ class FakeState:
 
     @contextlib.contextmanager
     def real(self) -> Iterator[None]:
-        """Have the model hold its own tensors again, for a run on real ones."""
+        """Have the model hold its own tensors again, for a run on real ones.
+
+        Afterwards it holds what it held: a fake, or what traced code has put in its place.
+        """
+        missing = object()
+        held = [slot.place.get(slot.key, missing) for slot in self._slots]
         self._put_reals()
         try:
             yield
         finally:
-            self._put_fakes()
-
-    def _put_fakes(self) -> None:
-        for slot in self._slots:
-            slot.place[slot.key] = slot.fake
+            for slot, value in zip(self._slots, held, strict=True):
+                slot.place[slot.key] = value
+                if value is missing:
+                    del slot.place[slot.key]
 
     def _put_reals(self) -> None:
         for slot in self._slots:

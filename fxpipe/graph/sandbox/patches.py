@@ -63,6 +63,9 @@ class Seer:
     def on_vmap(self, call: Call, args: Any, kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    def on_script(self, function: Call, args: Any, kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
     def on_decision(self, value: Any) -> None: ...
 
     def on_training(self, module: nn.Module) -> None: ...
@@ -93,6 +96,9 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for scope in _scopes(module):
             for name, owner in held_functions(vars(scope)).items():
                 stack.enter_context(patched(scope, name, _looked_up(owner)))
+            for name, value in list(vars(scope).items()):
+                if isinstance(value, torch.jit.ScriptFunction):
+                    stack.enter_context(patched(scope, name, _watched_script(value, seer, here)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
             (torch.SymInt, ("__bool__", "__int__", "__index__")),
@@ -259,6 +265,13 @@ def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         return seer.on_vmap(original, args, kwargs) if here() else original(*args, **kwargs)
+
+    return run
+
+
+def _watched_script(function: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return seer.on_script(function, args, kwargs) if here() else function(*args, **kwargs)
 
     return run
 

@@ -1,0 +1,158 @@
+"""What code can read beside attributes: globals, what it closes over, context variables.
+
+`FreeReads` tells it from the code of a function, before that runs. A name counts as read if the
+code mentions it, also in a branch that is not taken. Noted are numbers, texts and the like,
+containers of them, and the user's functions, whose own code is looked at in turn.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from fxpipe.graph.nested import is_atom
+from fxpipe.graph.source_line import Place, is_users
+
+__all__ = ["Asked", "FreeReads"]
+
+_MOST_CODE = 1000  # functions, and their code, that are looked at
+_LARGEST = 200  # entries of a container
+_NOTHING = object()
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
+class Asked(NamedTuple):
+    """Something outside the model: what it was, how to ask for it again, and who reads it."""
+
+    text: str
+    ask: Callable[[], Any]
+    value: Any
+    place: Place
+
+    def is_same(self) -> bool:
+        try:
+            now = self.ask()
+            return type(now) is type(self.value) and bool(now == self.value)
+        except Exception:
+            return False
+
+
+class FreeReads:
+    """What the functions that ran can read."""
+
+    def __init__(self, on_object: Callable[[Any, str], None]) -> None:
+        self.asked: dict[Any, Asked] = {}
+        self._on_object = on_object
+        self._seen: dict[int, Any] = {}  # by identity: equal code may have other globals
+
+    def note(self, value: Any) -> None:
+        """Look at the functions behind a callable, a property or a method."""
+        for function in _functions(value):
+            if id(function) in self._seen:
+                continue
+            self._seen[id(function)] = function
+            code = function.__code__
+            place = Place(code.co_filename, code.co_firstlineno)
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+                self._value(
+                    name, functools.partial(getattr, cell, "cell_contents"), id(cell), place
+                )
+            self.note_code(code, function.__globals__)
+
+    def note_code(self, code: types.CodeType, names: dict[str, Any]) -> None:
+        """Look at code that runs with these globals."""
+        if id(code) in self._seen or len(self._seen) >= _MOST_CODE:
+            return
+        self._seen[id(code)] = code
+        for mention in _mentions(code):
+            if mention.name in names:
+                self._mention(names, mention)
+
+    def _mention(self, names: dict[str, Any], mention: _Mention) -> None:
+        value, text = names[mention.name], mention.name
+        key = (id(names), mention.name)
+        if mention.attribute and _is_users_own(value):
+            text = f"{mention.name}.{mention.attribute}"
+            key = (id(value), mention.attribute)
+            ask: Callable[[], Any] = functools.partial(getattr, value, mention.attribute, _NOTHING)
+        else:
+            ask = functools.partial(names.get, mention.name, _NOTHING)
+        self._value(text, ask, key, mention.place)
+
+    def _value(self, text: str, ask: Callable[[], Any], key: Any, place: Place) -> None:
+        try:
+            value = ask()
+        except ValueError:  # a cell that is not yet filled
+            return
+        if isinstance(value, contextvars.ContextVar):
+            text, ask = f"{text}.get()", functools.partial(_context, value)
+            value = ask()
+        if isinstance(value, (types.FunctionType, _LRU_CACHE)):
+            self.note(value)
+        elif is_atom(value) and not isinstance(value, type):
+            self.asked.setdefault(key, Asked(text, ask, value, place))
+        elif type(value) in (list, dict, set):
+            inside = value.values() if isinstance(value, dict) else value
+            if len(value) <= _LARGEST and all(map(is_atom, inside)):
+                self.asked.setdefault(key, Asked(text, ask, value.copy(), place))
+        else:
+            self._on_object(value, text)
+
+
+def _context(variable: contextvars.ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return None
+
+
+class _Mention(NamedTuple):
+    """A global name in some code, and the attribute that is taken from it, if one is."""
+
+    name: str
+    attribute: str
+    place: Place
+
+
+@functools.lru_cache(maxsize=4096)
+def _mentions(code: types.CodeType) -> tuple[_Mention, ...]:
+    found = {(m.name, m.attribute): m for m in _all_mentions(code)}
+    return tuple(found.values())
+
+
+def _all_mentions(code: types.CodeType) -> Iterator[_Mention]:
+    name, line = "", code.co_firstlineno
+    for step in dis.get_instructions(code):
+        if name:
+            is_part = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            yield _Mention(name, step.argval if is_part else "", Place(code.co_filename, line))
+        line = (step.positions and step.positions.lineno) or line
+        name = step.argval if step.opname == "LOAD_GLOBAL" else ""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _all_mentions(constant)
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the user's functions behind a callable, the wrapped ones too."""
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.partial):
+        value = value.func
+    while isinstance(value, (types.FunctionType, _LRU_CACHE)):
+        if isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename):
+            yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _is_users_own(value: Any) -> bool:
+    """Say whether a global is a class or a file of the user's, of which code takes a part."""
+    if isinstance(value, types.ModuleType):
+        return is_users(getattr(value, "__file__", None) or "<")
+    return isinstance(value, type) and not value.__module__.startswith(("torch.", "builtins"))

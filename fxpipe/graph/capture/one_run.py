@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture.dtype_following import cast_inputs
+from fxpipe.graph.capture.second_run import forgive_carried
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
@@ -35,7 +36,7 @@ from fxpipe.graph.sandbox.places import Places
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.graph.sizes.dynamic_shapes import Wishes
 from fxpipe.graph.sizes.symbols import Sizes
-from fxpipe.torch_inside import FakeTensor, local_tensor
+from fxpipe.torch_inside import FakeTensor, FakeTensorMode, local_tensor
 
 __all__ = ["OtherSettings", "Settings", "Task", "run_once"]
 
@@ -139,12 +140,36 @@ def run_once(
         if training is not None:
             for part in module.modules():
                 part.training = training
-        trace = Trace(module, mode, sizes, state, set(settings.opened), task.splits)
         fakes = sizes.fake(cast_inputs(task.named, cast or {}), on_trace_device)
-        _place_inputs(trace, fakes)
-        trace.tape.trace_devices = _devices(state, task.named)
-        if settings.follows_example:
-            trace.follow(ExampleValues(module, mode, state, trace.tape, task.named, fakes))
+        trace = _recorded(task, settings, mode, sizes, state, fakes)
+        _check_opened(settings, trace)
+        if trace.carried:
+            decided = sizes.decisions()
+            with suppress(Exception):
+                forgive_carried(trace, _recorded(task, settings, mode, sizes, state, fakes))
+            sizes.forget(decided)
+    _check_called(task.splits, trace.called)
+    graph = _finished(task, settings, trace, sizes, fakes)
+    _check_flags(settings, trace, module)
+    return graph
+
+
+def _recorded(
+    task: Task,
+    settings: Settings,
+    mode: FakeTensorMode,
+    sizes: Sizes,
+    state: FakeState,
+    fakes: Mapping[str, Any],
+) -> Trace:
+    """Record a run of the model from the state in which it is."""
+    module = task.module
+    trace = Trace(module, mode, sizes, state, set(settings.opened), task.splits)
+    _place_inputs(trace, fakes)
+    trace.tape.trace_devices = _devices(state, task.named)
+    if settings.follows_example:
+        trace.follow(ExampleValues(module, mode, state, trace.tape, task.named, fakes))
+    with ExitStack() as stack:
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(watched_masks(module, trace.on_mask, trace.is_opened))
@@ -160,11 +185,7 @@ def run_once(
             _check_opened(settings, trace)
             task.failed_in.append(trace.failed_in)
             raise
-    _check_opened(settings, trace)
-    _check_called(task.splits, trace.called)
-    graph = _finished(task, settings, trace, sizes, fakes)
-    _check_flags(settings, trace, module)
-    return graph
+    return trace
 
 
 def _check_opened(settings: Settings, trace: Trace) -> None:

@@ -31,7 +31,7 @@ from fxpipe.graph.aux_losses import aux_loss
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.nested import has_tensor, map_leaves, walk
+from fxpipe.graph.nested import has_tensor, is_atom, map_leaves, walk
 from fxpipe.graph.record.ambient import Surroundings
 from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
@@ -43,6 +43,7 @@ from fxpipe.graph.record.graph_calls import (
     AgreedSizes,
     Applied,
     Hooked,
+    Kept,
     Mapped,
     Observed,
     Refusal,
@@ -60,7 +61,7 @@ from fxpipe.graph.record.messages import (
 from fxpipe.graph.record.mutable_arguments import Handed
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
-from fxpipe.graph.record.state_writes import StateWatch
+from fxpipe.graph.record.state_writes import Carried, StateWatch, moved_settings
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
@@ -113,6 +114,7 @@ class Trace(TorchFunctionMode, Seer):
         self._chance = Chance()
         self._watch = StateWatch(module, opened, state)
         self._refused: set[str] = set()
+        self.carried: list[Carried] = []
         self.wanted: set[str] = set()
         self.called: set[str] = set()
         self.training_read: set[str] = set()
@@ -327,7 +329,13 @@ class Trace(TorchFunctionMode, Seer):
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         self._check_chance()
-        for fault in (*self._watch.write(self.tape), *self._watch.carried(self.reads, self.tape)):
+        faults = self._watch.write(self.tape) + moved_settings(self.reads)
+        self.carried = self._watch.carried(self.reads, self.tape)
+        for one in self.carried:
+            if is_atom(one.value):
+                left = Kept(one.read.holder, one.read.name)
+                self.tape.write("call_function", left, (one.value,), {})
+        for fault in (*faults, *(carried.fault for carried in self.carried)):
             self.refuse(fault)
         with self._explained():
             self.tape.finish(output)

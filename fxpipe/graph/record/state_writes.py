@@ -5,13 +5,15 @@ code assigns anew (`self.count = self.count + 1`) gets a node that copies the ne
 value into the stage's buffer, and whoever read the old value gets a copy of it.
 
 Other attributes are not followed. One that the code reads and then changes carries a
-state to the next run, and is refused: a tensor, a count, `None` that becomes a tensor.
+state to the next run: a tensor, a count, `None` that becomes a tensor. It is refused, unless a
+second run shows that it makes no difference (`capture/second_run.py`).
 Not so a cache: tensors in it depend on sizes and constants alone, and a stage computes
 and stores them anew each time. A number that is only written is told to the log.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -26,10 +28,19 @@ from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import HOOKS, buffers_of
 
-__all__ = ["StateWatch", "hook_count"]
+__all__ = ["Carried", "StateWatch", "hook_count", "moved_settings"]
 
 _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Carried:
+    """An attribute that opened code read and changed, so that the next run may differ."""
+
+    read: Read
+    value: Any  # that the next run begins with
+    fault: str
 
 
 class StateWatch:
@@ -77,13 +88,13 @@ class StateWatch:
                 faults.append(_fault(name, is_buffer, slot.fake, new))
         return faults
 
-    def carried(self, reads: Reads, tape: Tape) -> list[str]:
-        """Return what opened code read and changed, so that the next run would differ, as text.
+    def carried(self, reads: Reads, tape: Tape) -> list[Carried]:
+        """Return the attributes that opened code read and changed.
 
         A flag may remember that this run put hooks on modules: the trace has seen them act.
         """
         puts_hooks = hook_count(self._all) != self._hooks
-        faults = []
+        found = []
         for read, now in reads.carried():
             if puts_hooks and type(now) is bool:
                 continue
@@ -95,12 +106,9 @@ class StateWatch:
             owner = reads.names.get(id(read.holder), "")
             name = f"{owner}.{read.name}" if owner else read.name
             change = "changes what is in it" if now is read.value else f"makes it {_text(now)}"
-            faults.append(_carried_fault(name, read.value, change, read.place))
-        return faults + [
-            _carried_fault(asked.text, asked.value, "changes it", asked.place)
-            for asked in reads.asked.values()
-            if not asked.is_same()
-        ]
+            fault = _carried_fault(name, read.value, change, read.place)
+            found.append(Carried(read, now, fault))
+        return found
 
     def _places(self) -> Iterator[tuple[int, tuple[str, bool]]]:
         for name, part in self._modules.items():
@@ -111,6 +119,15 @@ class StateWatch:
 def hook_count(modules: Iterable[nn.Module]) -> int:
     """Return how many hooks some modules have."""
     return sum(len(vars(part).get(kind, ())) for part in modules for kind in HOOKS)
+
+
+def moved_settings(reads: Reads) -> list[str]:
+    """Return what opened code asked for outside of the model and has changed, as text."""
+    return [
+        _carried_fault(asked.text, asked.value, "changes it", asked.place)
+        for asked in reads.asked.values()
+        if not asked.is_same()
+    ]
 
 
 def _carried_fault(name: str, value: Any, change: str, place: Place) -> str:

@@ -226,3 +226,63 @@ def test_each_stage_has_norms_of_its_own() -> None:
 
     torch.testing.assert_close(pipe(X), plain(X))
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Offsets(Net):
+    """Keeps what it computes anew in each run, as the multimodal Qwen models do."""
+
+    offsets: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets, self.level = None, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.offsets is None or x.shape[1] == 8:
+            self.offsets = x.detach().mean(1, keepdim=True)
+        self.level = self.level if self.level == 3 else 3
+        x = self.a(x - self.offsets)
+        pipe_split()
+        return self.b(x)
+
+
+class Warming(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs = self.runs + 1
+        x = self.a(x) if self.runs < 3 else self.a(x).relu()
+        pipe_split()
+        return self.b(x)
+
+
+class Rescaled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_rescaled = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x if self.is_rescaled else 2 * x)
+        self.is_rescaled = True
+        pipe_split()
+        return self.b(x)
+
+
+def test_state_that_each_run_sets_anew_is_no_reason_to_refuse() -> None:
+    model = Offsets()
+    plain = copy.deepcopy(model)
+
+    pipe = pipeline(model, (X,))
+
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(pipe(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", [Warming, Rescaled])
+def test_state_that_a_later_run_may_decide_by_is_refused(kind: type[Net]) -> None:
+    # A count does the same in the first two runs; only the state it leaves tells of the third.
+    with pytest.raises(TraceError, match="for its next run"):
+        pipeline(kind(), (X,))

@@ -1,0 +1,95 @@
+"""Tell state that decides what the next run does from state that is only written again.
+
+In:  two traces of one model, the second from the state in which the first has left it.
+Out: the first, without the refusals for attributes that made no difference.
+
+Code may read an attribute and set it, though each run begins anew: `if self.offsets is None
+or is_first_token`. That is harmless if the second run does the same operations and leaves
+the same state. Then every later run does, too: it starts where the second has started.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph.arguments import map_pairs
+from fxpipe.graph.guard.reads import find
+from fxpipe.graph.nested import closed_over, is_atom
+from fxpipe.graph.record.graph_calls import GraphCall, Kept, Refusal
+from fxpipe.graph.record.recorder import Trace
+
+__all__ = ["forgive_carried"]
+
+
+def forgive_carried(first: Trace, second: Trace) -> None:
+    """Drop the first run's refusals of what it carries, if the second did the same."""
+    left = [
+        (carried.value, find(carried.read.holder, carried.read.name)[1])
+        for carried in first.carried
+    ]
+    if not all(_is_alike(*pair) for pair in left) or not _did_the_same(first, second):
+        return
+    faults = {carried.fault for carried in first.carried}
+    for carried in first.carried:
+        first.reads.forget(carried.read)
+    for node in list(first.tape.graph.nodes):
+        if isinstance(node.target, Refusal) and node.target.message in faults:
+            first.tape.graph.erase_node(node)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        sizes = [[str(size) for size in tensor.shape] for tensor in (one, other)]
+        return sizes[0] == sizes[1] and one.dtype == other.dtype
+    return is_atom(one) and type(one) is type(other) and bool(one == other)
+
+
+def _did_the_same(first: Trace, second: Trace) -> bool:
+    """Compare two graphs, node by node."""
+    ours, theirs = _work(first), _work(second)
+    if len(ours) != len(theirs):
+        return False
+    counterpart = dict(zip(theirs, ours, strict=True))
+    same = True
+
+    def compare(one: Any, other: Any) -> None:
+        nonlocal same
+        if isinstance(other, fx.Node):
+            same &= counterpart.get(other) is one
+        else:
+            same &= _is_same(one, other)
+
+    for other, one in counterpart.items():
+        same &= one.op == other.op and _is_same(one.target, other.target)
+        map_pairs(compare, (one.args, one.kwargs), (other.args, other.kwargs))
+    return same
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare what two runs have made: constants, and our callables by what they hold."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, types.FunctionType):
+        inside = closed_over(one), closed_over(other)
+        return one.__code__ is other.__code__ and all(map(_is_same, *inside))
+    if isinstance(one, GraphCall):
+        return all(map(_is_same, vars(one).values(), vars(other).values()))
+    return bool(one == other) or (is_atom(one) and repr(one) == repr(other))
+
+
+def _work(trace: Trace) -> list[fx.Node]:
+    """Return the nodes of a trace but for refusals and constants that are left behind."""
+    return [
+        node
+        for node in trace.tape.graph.nodes
+        if not isinstance(node.target, Refusal)
+        and not (isinstance(node.target, Kept) and not node.all_input_nodes)
+    ]

@@ -11,6 +11,7 @@ that dies or does not answer in time is replaced; the test that caused it fails 
 import atexit
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -201,6 +202,7 @@ def _call(
     finally:
         dist.destroy_process_group()
         nccl_like.instances()  # or this process keeps their threads for ever
+        gc.collect()  # exceptions and their frames hold groups, and these hold threads
 
 
 def _free_port() -> int:

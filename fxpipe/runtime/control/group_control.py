@@ -161,6 +161,7 @@ class GroupControl(Control):
 
     def close(self) -> None:
         """End all connections after a final failure."""
+        self._watch.end()
         for transport in (self._data, *self._transports.values()):
             transport.close()
 

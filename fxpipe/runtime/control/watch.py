@@ -108,9 +108,13 @@ class Watch:
     def stop(self) -> None:
         self._is_active = False
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """There is nothing left to look after."""
         self._over.set()
         self._wake.set()
+
+    def _end(self) -> None:
+        self.end()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 

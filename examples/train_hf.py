@@ -48,7 +48,7 @@ def main() -> None:
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         use_cache=False,
     )

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from tests.backends import nccl_like
 
-__all__ = ["RankFailedError", "answers_of_ranks", "close_pipe", "run_on_ranks"]
+__all__ = ["IMPORTED_ONCE", "RankFailedError", "answers_of_ranks", "close_pipe", "run_on_ranks"]
 
 LIMIT = 150.0
 STARTING = 280.0  # generous: the machine may be busy
@@ -107,7 +107,7 @@ def _show_stacks(process: Any) -> None:
 
 
 _POOL: list[tuple[Any, Connection]] = []
-_IMPORTED_ONCE = [
+IMPORTED_ONCE = [
     "torch",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -133,7 +133,7 @@ def _workers(num_ranks: int) -> list[tuple[Any, Connection]]:
 def _start() -> tuple[Any, Connection]:
     # One process imports torch, and every rank is forked from that.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_ONCE)
+    context.set_forkserver_preload(IMPORTED_ONCE)
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
     process.start()

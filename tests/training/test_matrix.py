@@ -1,14 +1,17 @@
 """Every schedule with every kind of stage: the same gradients, outputs, and runs that go on.
 
-`python -m tests.training.test_matrix` prints the whole table.
+`python -m tests.training.test_matrix [plain] [ddp] [fsdp]` runs these columns of the whole table
+and writes them into docs/schedules.md.
 """
 
 import contextlib
 import copy
+import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +36,7 @@ from tests.distributed.ranks import run_on_ranks
 
 NAMES = tuple(info.name for info in SCHEDULES.values() if info.trains)
 WRAPPERS = ("plain", "ddp", "fsdp")
-FEATURES = ("frozen", "tied", "checkpointed", "compiled", "lora", "autocast")
+FEATURES = ("frozen", "tied", "checkpointed", "compiled", "lora", "autocast", "offloaded")
 MODES = ("train", "eval", "resume")
 
 
@@ -120,7 +123,9 @@ def build(name: str, feature: str, groups: Groups, seed: int) -> tuple[Schedule,
         for i in mine
     ]
     tied = [[(0, "linear.weight"), (count - 1, "linear.weight")]] if feature == "tied" else []
-    schedule = get_schedule_class(name)(stages, 2, loss_fn=mse, tied=tied)
+    more: dict[str, Any] = {"offload": 2} if feature == "offloaded" else {}
+    count = 4 if feature == "offloaded" else 2
+    schedule = get_schedule_class(name)(stages, count, loss_fn=mse, tied=tied, **more)
     found = {id(p): p for s in stages for p in s.submod.parameters() if p.requires_grad}
     optimizer = torch.optim.SGD([*found.values()] or [torch.zeros(1)], lr=0.1, momentum=0.9)
     return schedule, optimizer, reference
@@ -241,20 +246,28 @@ def test_the_whole_table(wrapper: str) -> None:
     assert results(wrapper, [(n, f) for n in NAMES for f in FEATURES], limit=1500.0) == {}
 
 
-def page() -> str:
-    """The table: what was compared in each cell, and where a cell failed."""
-    rows = []
+PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+_ROW = re.compile(r"^\| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
+
+
+def write_columns(wrappers: list[str]) -> None:
+    """Run these kinds of stages with everything, and put what came out into the page."""
     cases = [(name, feature) for name in NAMES for feature in FEATURES]
-    wrong = {wrapper: results(wrapper, cases, limit=1500.0) for wrapper in WRAPPERS}
-    for name in NAMES:
-        for wrapper in WRAPPERS:
-            cells = [
-                "fails" if f"{name} {feature}" in wrong[wrapper] else "yes" for feature in FEATURES
-            ]
-            rows.append(f"| {name} | {wrapper} | {' | '.join(cells)} |")
-    head = f"| schedule | stages | {' | '.join(FEATURES)} |\n|---|---|{'---|' * len(FEATURES)}\n"
-    return head + "\n".join(rows) + "\n"
+    text = PAGE.read_text(encoding="utf-8")
+    before, mark, table = text.partition("<!-- matrix -->\n")
+    cells = {match[1]: list(match.groups()[1:]) for match in _ROW.finditer(table)}
+    for wrapper in wrappers:
+        wrong = results(wrapper, cases, limit=1500.0)
+        for name in NAMES:
+            bad = [feature for feature in FEATURES if f"{name} {feature}" in wrong]
+            found = f"fails: {', '.join(bad)}" if bad else f"all {len(FEATURES)}"
+            cells.setdefault(name, ["", "", ""])[WRAPPERS.index(wrapper)] = found
+        sys.stdout.write(f"{wrapper}: {len(cases)} cases, {len(wrong)} wrong {wrong}\n")
+    rows = "".join(f"| {name} | {' | '.join(cells[name])} |\n" for name in NAMES)
+    head = "| schedule | plain | DDP | FSDP2 |\n|---|---|---|---|\n"
+    PAGE.write_text(before + mark + head + rows, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    torch._dynamo.config.recompile_limit = 10_000
+    write_columns(sys.argv[1:] or list(WRAPPERS))

@@ -8,8 +8,8 @@
 
 Example inputs come from what the user names (`--inputs`), else from a function
 `example_inputs(batch_size)` beside the factory; likewise `example_target` and `loss_fn`.
-A function is called with what it accepts of batch_size, seed, dtype, a length and the
-options of the model's name.
+A function is called with the batch size first, and with what it accepts of seed, dtype, length
+and the options of the model's name.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ __all__ = [
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call of a model, by position and by name."""
 
-_BATCH_NAMES = ("batch_size", "batch", "rows")
-_LENGTH_NAMES = ("length", "seq", "seq_len", "seq_length", "sequence_length")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -220,33 +218,26 @@ class FactoryModel(NamedModel):
         return _call(factory, self.title, (), options, self._reference.options)
 
     def _own_inputs(self, batch: int, seed: int) -> Any:
-        function = getattr(self.module, "example_inputs", None)
-        if function is None:
-            raise InputError(
-                f"{self._reference.place} has no function example_inputs(batch_size); "
-                "add one, or name one with --inputs file.py:function"
-            )
-        name = f"{self._reference.place}:example_inputs"
+        name, function = self._beside("example_inputs", "batch_size", "--inputs file.py:function")
         return call_with(function, name, self.request, batch, seed, self._reference.options)
 
     def _own_target(self, batch: int, seed: int) -> Any:
-        function = getattr(self.module, "example_target", None)
-        if function is None:
-            raise InputError(
-                f"{self._reference.place} has no function example_target(batch_size); "
-                "add one, or name one with --target file.py:function"
-            )
-        name = f"{self._reference.place}:example_target"
+        name, function = self._beside("example_target", "batch_size", "--target file.py:function")
         return call_with(function, name, self.request, batch, seed, self._reference.options)
 
     def _own_loss(self) -> Callable[..., Any]:
-        function: Callable[..., Any] | None = getattr(self.module, "loss_fn", None)
+        example = "--loss file.py:function, for example torch.nn.functional:mse_loss"
+        return self._beside("loss_fn", "output, target", example)[1]
+
+    def _beside(self, name: str, takes: str, option: str) -> tuple[str, Callable[..., Any]]:
+        """A function in the factory's module, and what to call it in errors."""
+        place = self._reference.place
+        function: Callable[..., Any] | None = getattr(self.module, name, None)
         if function is None:
             raise InputError(
-                f"{self._reference.place} has no function loss_fn(output, target); add one, or "
-                "name one with --loss file.py:function, for example torch.nn.functional:mse_loss"
+                f"{place} has no function {name}({takes}); add one, or name one with {option}"
             )
-        return function
+        return f"{place}:{name}", function
 
 
 def as_inputs(made: Any) -> Inputs:
@@ -268,33 +259,21 @@ def call_with(
     seed: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Call a function with what it accepts of batch size, seed, dtype, length and options."""
+    """Call a function with the batch size, and what it accepts of seed, dtype, length, options."""
     parameters = _parameters(function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    given: dict[str, Any] = {
-        key: value for key, value in options.items() if takes_any or key in parameters
-    }
+    given = {key: value for key, value in options.items() if takes_any or key in parameters}
     for key, value in (("seed", seed), ("dtype", request.torch_dtype)):
         if key in parameters:
             given.setdefault(key, value)
     if request.seq is not None:
-        length = next((key for key in _LENGTH_NAMES if key in parameters), None)
-        if length is None:
+        if "length" not in parameters:
             raise InputError(
-                f"{name} takes no sequence length (none of {', '.join(_LENGTH_NAMES)}); "
-                "give it as an option of the model's name instead of --seq: ?length=..."
+                f"{name} takes no length; give it as an option of the model's name instead of "
+                "--seq: ?length=..."
             )
-        given[length] = request.seq
-    first = next(
-        (p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
-        None,
-    )
-    by_name = next((key for key in _BATCH_NAMES if key in parameters), None)
-    if by_name is not None and (first is None or first.name != by_name):
-        given[by_name] = batch
-    elif first is not None and first.name not in given:
-        return _call(function, name, (batch,), given, options)
-    return _call(function, name, (), given, options)
+        given["length"] = request.seq
+    return _call(function, name, (batch,), given, options)
 
 
 def _call(

@@ -120,7 +120,7 @@ def test_what_is_missing_is_named_with_the_option_that_gives_it(bare: str) -> No
 
 
 def test_a_length_that_nobody_takes_is_refused() -> None:
-    with pytest.raises(InputError, match=r"takes no sequence length.*\?length="):
+    with pytest.raises(InputError, match=r"takes no length.*\?length="):
         resolve(ModelRequest("models/gpt.py", seq=16)).inputs(2)
 
 

@@ -1,0 +1,55 @@
+"""Hugging Face's Trainer and Accelerate train a pipeline on two processes as the plain model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fxpipe.errors import InputError
+
+RANK = Path(__file__).with_name("trainer_rank.py")
+
+
+def losses(*command: str) -> list[list[float]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    found = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=environment
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    (line,) = (text for text in found.stdout.splitlines() if text.startswith("LOSSES "))
+    made: list[list[float]] = json.loads(line.removeprefix("LOSSES "))
+    return made
+
+
+def test_losses_norms_evaluation_and_export_are_the_plain_models() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+    trained, accelerated = losses(*torchrun, str(RANK))
+    plain, also_plain = losses(str(RANK), "plain")
+
+    # Three steps with a loss and a norm, the loss of an evaluation, that of the exported model.
+    assert trained[:-1] == pytest.approx(plain, abs=2e-4)
+    assert trained[-1] == pytest.approx(plain[-1], abs=2e-4)
+    assert accelerated == pytest.approx(also_plain, abs=1e-4)
+
+
+def test_checkpoints_of_one_rank_are_refused(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from fxpipe import LocalGroup, Pipeline, causal_lm_loss
+    from fxpipe.training.huggingface import PipelineTrainer
+    from tests.training.trainer_rank import model, rows
+
+    net = model()
+    ids = rows()[0]["input_ids"][None]
+    pipe = Pipeline.build(
+        net, (), {"input_ids": ids.expand(2, -1)}, loss_fn=causal_lm_loss, n_microbatches=1,
+        group=LocalGroup(1),
+    )  # fmt: skip
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
+
+    with pytest.raises(InputError, match="save_strategy is 'steps': the Trainer would save one"):
+        PipelineTrainer(pipe, model=net, args=arguments, train_dataset=rows())

@@ -1,0 +1,120 @@
+"""One rank of Hugging Face's Trainer, then of Accelerate, over a pipeline; torchrun starts it.
+
+The last rank prints the losses; the plain model trained with the same tools prints them too.
+"""
+
+import json
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from fxpipe import Pipeline, causal_lm_loss
+from fxpipe.training.huggingface import PipelineTrainer, adopt
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    draws = torch.Generator().manual_seed(1)
+    made = [torch.randint(64, (8,), generator=draws) for _ in range(24)]
+    return [{"input_ids": row, "labels": row} for row in made]
+
+
+class Losses(list[float]):
+    """Keeps what the Trainer logs."""
+
+    def __call__(self, trainer: Any) -> None:
+        log = trainer.log
+
+        def keep(logs: dict[str, float], *args: Any, **options: Any) -> None:
+            self.extend(logs[key] for key in ("loss", "eval_loss", "grad_norm") if key in logs)
+            log(logs, *args, **options)
+
+        trainer.log = keep
+
+
+def train(make: Any, **more: Any) -> tuple[list[float], Any]:
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), max_steps=3, per_device_train_batch_size=4, max_grad_norm=0.5,
+        gradient_accumulation_steps=2, learning_rate=1e-2, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no", logging_steps=1, eval_strategy="steps",
+        eval_steps=3, **more,
+    )  # fmt: skip
+    trainer = make(args=arguments, train_dataset=rows(), eval_dataset=rows()[:8])
+    losses = Losses()
+    losses(trainer)
+    trainer.train()
+    return list(losses), trainer
+
+
+def pipe_of(net: LlamaForCausalLM) -> Pipeline:
+    ids = torch.stack([row["input_ids"] for row in rows()[:2]])
+    return Pipeline.build(net, (), {"input_ids": ids}, loss_fn=causal_lm_loss, n_microbatches=2)
+
+
+def accelerated(step: Any, parameters: Any, accelerator: Any) -> list[float]:
+    optimizer = accelerator.prepare(torch.optim.AdamW(parameters, lr=1e-2))
+    losses = []
+    for number in range(3):
+        ids = torch.stack([row["input_ids"] for row in rows()[4 * number : 4 * number + 4]])
+        losses.append(step(ids).item())
+        losses.append(accelerator.clip_grad_norm_(list(parameters), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def plain_step(net: LlamaForCausalLM) -> Any:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = net(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    net, plain = model(), model()
+    if "plain" in sys.argv:
+        found, _ = train(lambda **options: Trainer(model=plain, **options))
+        also = model()
+        second = accelerated(plain_step(also), list(also.parameters()), Accelerator(cpu=True))
+        sys.stdout.write("LOSSES " + json.dumps([found, second]) + "\n")
+        return
+    dist.init_process_group("gloo")
+    found, trainer = train(lambda **options: PipelineTrainer(pipe_of(net), model=net, **options))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    trainer.save_model(folder[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        exported = LlamaForCausalLM.from_pretrained(folder[0])
+        ids = torch.stack([row["input_ids"] for row in rows()[:8]])
+        found.append(exported(input_ids=ids, labels=ids).loss.item())
+    pipe = pipe_of(model())
+    accelerator = adopt(Accelerator(cpu=True), pipe)
+    second = accelerated(
+        lambda ids: pipe.step(input_ids=ids, target=ids), pipe.parameters(), accelerator
+    )
+    if dist.get_rank() == 0:
+        sys.stdout.write("LOSSES " + json.dumps([found, second]) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from transformers import Trainer
 
 from fxpipe.errors import InputError
@@ -22,16 +23,32 @@ from fxpipe.training.weights import save_weights
 __all__ = ["PipelineTrainer", "adopt"]
 
 
-def adopt(accelerator: Any, pipe: Pipeline) -> Any:
-    """An `Accelerator` whose model, data and gradient norm are those of a pipeline."""
+def adopt(accelerator: Any, pipe: Pipeline, *, data_seed: int = 0) -> Any:
+    """An `Accelerator` whose model, data and gradient norm are those of a pipeline.
+
+    Shuffled data has one order on all ranks, from `data_seed`: random numbers of the ranks differ
+    as soon as one of them has dropout.
+    """
 
     def as_it_is(found: Any, *args: Any, **options: Any) -> Any:
         return found
 
+    def same_rows(loader: Any, device_placement: bool | None = None, **options: Any) -> Any:
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=accelerator.device_placement and device_placement is not False,
+            use_seedable_sampler=True,
+            data_seed=data_seed,
+        )
+
     def clip(parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         return pipe.clip_grad_norm_(float(max_norm), float(norm_type))
 
-    accelerator.prepare_model = accelerator.prepare_data_loader = as_it_is
+    accelerator.prepare_model = as_it_is
+    accelerator.prepare_data_loader = same_rows
     accelerator.clip_grad_norm_ = clip
     return accelerator
 
@@ -54,7 +71,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        adopt(self.accelerator, self.pipe)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        adopt(self.accelerator, self.pipe, data_seed=seed)
 
     optimizer: Any
 

@@ -16,7 +16,7 @@ RANK = Path(__file__).with_name("trainer_rank.py")
 def losses(*command: str) -> list[list[float]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     found = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=280, env=environment
+        [sys.executable, *command], capture_output=True, text=True, timeout=400, env=environment
     )
     assert found.returncode == 0, found.stderr[-3000:]
     (line,) = (text for text in found.stdout.splitlines() if text.startswith("LOSSES "))
@@ -24,6 +24,7 @@ def losses(*command: str) -> list[list[float]]:
     return made
 
 
+@pytest.mark.timeout(900)  # five processes that import transformers
 def test_losses_norms_evaluation_and_export_are_the_plain_models() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

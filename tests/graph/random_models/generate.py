@@ -161,7 +161,7 @@ class _Case:
             WORLD["gain"] = 2.5
         elif pick == 22:
             self._world.callback(CONTEXT.reset, CONTEXT.set(1.25))
-        elif pick > 11:
+        elif 11 < pick < 20:
             for one in both:
                 CHANGES[pick - 12](one)
 

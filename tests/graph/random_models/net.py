@@ -43,6 +43,10 @@ pytree.register_pytree_node(
     Output,
     lambda found: (list(found.values()), tuple(found)),
     lambda values, keys: Output(zip(keys, values, strict=True)),
+    flatten_with_keys_fn=lambda found: (
+        [(pytree.MappingKey(key), value) for key, value in found.items()],
+        tuple(found),
+    ),
 )
 
 

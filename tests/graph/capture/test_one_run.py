@@ -42,13 +42,13 @@ class Outer(nn.Module):
 
 
 def test_plain_model_runs_once(told):
-    pipeline(Inner(), (X,), check=False)
+    pipeline(Inner(), (X,))
 
     assert told() == ["Inner ran 1 times on tensors without data: to record it"]
 
 
 def test_split_inside_a_leaf_takes_a_second_run(told):
-    pipeline(Outer(), (X,), check=False)
+    pipeline(Outer(), (X,))
 
     assert told() == [
         "Outer ran 2 times on tensors without data: to record it; "
@@ -63,7 +63,7 @@ class AsksForMode(Inner):
 
 
 def test_code_that_asks_for_the_mode_runs_in_both(told):
-    pipeline(AsksForMode(), (X,), check=False)
+    pipeline(AsksForMode(), (X,))
 
     assert told() == [
         "AsksForMode ran 2 times on tensors without data: to record it; in evaluation mode"

@@ -100,7 +100,7 @@ def test_code_that_asks_for_no_flag_is_traced_once(caplog: pytest.LogCaptureFixt
             return x
 
     with caplog.at_level("INFO", logger="fxpipe"):
-        pipeline(Flagless(), (X,), check=False)
+        pipeline(Flagless(), (X,))
 
     assert "Flagless ran 1 times" in caplog.text
 

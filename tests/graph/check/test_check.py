@@ -39,7 +39,7 @@ def report_of(pipe: Pipe, model: nn.Module, *args: Any) -> Any:
 
 def tampered(model: nn.Module, change: Callable[[fx.Node], None], name: str) -> Pipe:
     """A pipe in which the node of that name was changed."""
-    pipe = pipeline(model, (X,), check=False)
+    pipe = pipeline(model, (X,), check=False)  # it is checked after the change
     for stage in pipe.stages:
         for node in list(stage.module.graph.nodes):
             if node.name.startswith(name) and node.op.startswith("call"):

@@ -168,6 +168,7 @@ def test_options_reach_the_checkpoint() -> None:
             pipe_split()
             return self.layers[2](x)
 
+    # The check would run the model, and ask the policy that must not be asked by a trace.
     pipe = pipeline(Selective(), (torch.randn(4, 8),), check=False)
     assert asked == []
 

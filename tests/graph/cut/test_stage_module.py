@@ -154,6 +154,7 @@ def test_global_hooks_fire_for_whole_modules_only() -> None:
     )
     try:
         with pytest.warns(UserWarning, match="body, the model itself"):
+            # The check would run the model, and with it the hooks that are counted here.
             pipe = pipeline(Net(), (X,), split_spec=SPEC, check=False)
         assert fired == []
         pipe(X)

@@ -48,6 +48,7 @@ def check_decoder(name, attention, *, rows, padding):
     example = masked(found.inputs(model, Shape(batch=rows)), padding)
     names = cuts(model, example, 2)
     spec = dict.fromkeys(names, SplitPoint.BEGINNING)
+    # This test is the check: it compares kernel calls for more inputs than pipeline() does.
     pipe = pipeline(model, (), example, split_spec=spec, check=False)
     later = ["bare"] if padding == "bare" else ["full", "padded"]
     for seed, count in enumerate((2, 1, 1, 1)[:2]):

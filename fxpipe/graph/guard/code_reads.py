@@ -22,6 +22,10 @@ __all__ = ["Asked", "FreeReads"]
 _MOST_CODE = 1000  # functions, and their code, that are looked at
 _LARGEST = 200  # entries of a container
 _NOTHING = object()
+# Methods by which code changes a container: a log or a register, and no setting.
+_CHANGES = frozenset(
+    {"append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "clear"}
+)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
@@ -82,6 +86,8 @@ class FreeReads:
         else:
             ask = functools.partial(names.get, mention.name, _NOTHING)
         self._value(text, ask, key, mention.place)
+        if mention.attribute not in _CHANGES:
+            self._container(text, ask, key, mention.place)
 
     def _value(self, text: str, ask: Callable[[], Any], key: Any, place: Place) -> None:
         try:
@@ -95,12 +101,15 @@ class FreeReads:
             self.note(value)
         elif is_atom(value) and not isinstance(value, type):
             self.asked.setdefault(key, Asked(text, ask, value, place))
-        elif type(value) in (list, dict, set):
-            inside = value.values() if isinstance(value, dict) else value
-            if len(value) <= _LARGEST and all(map(is_atom, inside)):
-                self.asked.setdefault(key, Asked(text, ask, value.copy(), place))
         else:
             self._on_object(value, text)
+
+    def _container(self, text: str, ask: Callable[[], Any], key: Any, place: Place) -> None:
+        value = ask()
+        if type(value) not in (list, dict, set) or not 0 < len(value) <= _LARGEST:
+            return
+        if all(map(is_atom, value.values() if isinstance(value, dict) else value)):
+            self.asked.setdefault(key, Asked(text, ask, value.copy(), place))
 
 
 def _context(variable: contextvars.ContextVar[Any]) -> Any:

@@ -185,3 +185,27 @@ def test_a_global_that_the_code_changes_is_refused() -> None:
         pipeline(Counts(), (X,), split_spec=AT_B)
 
     assert COUNT == 0
+
+
+SEEN: list[str] = []
+NOTES = [1]
+
+
+class Logs(AB):
+    def factor(self) -> float:
+        NOTES.append(2)
+        return 1.0
+
+
+def test_a_container_that_code_only_adds_to_is_no_setting() -> None:
+    # A log that a callback writes made every later call an error.
+    model = Logs()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        SEEN.append(type(module).__name__)
+
+    model.a.register_forward_hook(note)
+    pipe = pipeline(model, (X,), split_spec=AT_B)
+
+    for _ in range(2):
+        torch.testing.assert_close(pipe(X), model(X))

@@ -31,8 +31,9 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ _DTYPES = {
 }  # fmt: skip
 _TOKEN, _DATA = 1, 2
 _NEVER = datetime.timedelta(hours=1)
-_MADE: list["NcclLike"] = []
+_MADE: list["weakref.ref[NcclLike]"] = []
 
 
 def register() -> None:
@@ -60,7 +61,7 @@ def register() -> None:
 
 def instances() -> list["NcclLike"]:
     """The groups that this process has made since it was last asked."""
-    made = list(_MADE)
+    made = [group for group in (ref() for ref in _MADE) if group is not None]
     _MADE.clear()
     return made
 
@@ -68,7 +69,7 @@ def instances() -> list["NcclLike"]:
 def _maker(model: str) -> Callable[..., "NcclLike"]:
     def make(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> NcclLike:
         made = NcclLike(store, rank, size, timeout, model)
-        _MADE.append(made)
+        _MADE.append(weakref.ref(made))
         return made
 
     return make
@@ -118,12 +119,7 @@ class _Options:
     _timeout: datetime.timedelta
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Operations in posting order, and the thread that does them."""
-
-    todo: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
+_Queue = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class NcclLike(dist.ProcessGroup):
@@ -162,7 +158,7 @@ class NcclLike(dist.ProcessGroup):
     def abort(self) -> None:
         self.aborted.set()
         for one in self._queues.values():
-            one.todo.put(None)
+            one.put(None)
         self._wake_threads()
 
     def shutdown(self) -> None:
@@ -228,19 +224,13 @@ class NcclLike(dist.ProcessGroup):
 
         found = self._queues.get(key)
         if found is None:
-            found = self._queues[key] = _Queue()
-            found.thread = threading.Thread(target=self._serve, args=(found,), daemon=True)
-            found.thread.start()
-        found.todo.put(run)
+            found = self._queues[key] = queue.SimpleQueue()
+            # The thread must not keep the group: a group that is dropped ends its threads.
+            thread = threading.Thread(target=_serve, args=(found, self.aborted), daemon=True)
+            weakref.finalize(self, found.put, None)
+            thread.start()
+        found.put(run)
         return work
-
-    def _serve(self, mine: _Queue) -> None:
-        while (run := mine.todo.get()) is not None and not self.aborted.is_set():
-            try:
-                run()
-            except RuntimeError:  # the peer is gone: NCCL would wait for it for ever
-                self.aborted.wait()
-                return
 
     # Collectives: in the same queue where there is one per rank, else in one of their own
 
@@ -258,6 +248,17 @@ class NcclLike(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> NcclWork:
         return self._collective("BARRIER", [], lambda: self._inner.barrier())
+
+
+def _serve(todo: _Queue, aborted: threading.Event) -> None:
+    """Do operations in posting order."""
+    while (run := todo.get()) is not None and not aborted.is_set():
+        try:
+            run()
+        except RuntimeError:  # the peer is gone: NCCL would wait for it for ever
+            aborted.wait()
+            return
+        del run  # it holds the group
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

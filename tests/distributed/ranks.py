@@ -2,8 +2,10 @@
 
 The processes are started once per pytest process and kept, because importing torch
 takes longer than most tests; all are forked from one that has imported it. Each call
-gives them a fresh process group on a free port, of gloo or of an emulated backend. A process
-that dies or does not answer in time is replaced; the test that caused it fails and says so.
+gives them a fresh process group, of gloo or of an emulated backend. Its store lives in the pytest
+process: in a rank it would end with the first rank that is done, while others still connect
+(they saw "connection closed by peer"). A process that dies or does not answer in time is
+replaced; the test that caused it fails and says so.
 
     results = run_on_ranks(2, body, "1F1B")      # body(rank, "1F1B") on each rank
 """
@@ -45,13 +47,16 @@ def run_on_ranks(
     *args: Any,
     limit: float = LIMIT,
     backend: str = "gloo",
+    holds_store: bool = False,
 ) -> list[Any]:
     """What `body(rank, *args)` returns on each of `num_ranks` processes.
 
     `body` must be a function of a test module. Raises RankFailedError with the
     traceback of every rank that failed.
     """
-    answers = answers_of_ranks(num_ranks, body, *args, limit=limit, backend=backend)
+    answers = answers_of_ranks(
+        num_ranks, body, *args, limit=limit, backend=backend, holds_store=holds_store
+    )
     failed = [f"--- rank {rank}: {text}" for rank, (is_ok, text) in enumerate(answers) if not is_ok]
     if failed:
         raise RankFailedError("\n".join(failed))
@@ -64,13 +69,18 @@ def answers_of_ranks(
     *args: Any,
     limit: float = LIMIT,
     backend: str = "gloo",
+    holds_store: bool = False,
 ) -> list[tuple[bool, Any]]:
-    """For each rank whether `body` came back, and what it returned or what happened to it."""
+    """For each rank whether `body` came back, and what it returned or what happened to it.
+
+    With `holds_store` the store of the group lives in rank 0, as under torchrun on one host.
+    """
     workers = _workers(num_ranks)
-    port = _free_port()
+    store = None if holds_store else dist.TCPStore("127.0.0.1", 0, is_master=True)
+    port = _free_port() if store is None else store.port
     name = (body.__module__, body.__qualname__)
     for rank, (_, pipe) in enumerate(workers):
-        pipe.send((name, args, rank, num_ranks, port, backend))
+        pipe.send((name, args, rank, num_ranks, port, backend, holds_store))
     deadline = time.monotonic() + limit
     answers = [_answer(process, pipe, deadline, limit) for process, pipe in workers]
     for place, (is_ok, text) in enumerate(answers):
@@ -81,6 +91,7 @@ def answers_of_ranks(
             pipe.close()
             process.kill()
             process.join(5)
+    del store  # not before all are done
     return answers
 
 
@@ -168,11 +179,11 @@ def _serve(pipe: Connection) -> None:
     pipe.send("ready")
     while True:
         try:
-            (module, qualname), args, rank, num_ranks, port, backend = pipe.recv()
+            (module, qualname), args, *place = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, _call(module, qualname, args, rank, num_ranks, port, backend)))
+            pipe.send((True, _call(module, qualname, args, *place)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -185,6 +196,7 @@ def _call(
     num_ranks: int,
     port: int,
     backend: str,
+    holds_store: bool,
 ) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks))
@@ -194,9 +206,11 @@ def _call(
     torch.manual_seed(0)
     if backend != "gloo":
         nccl_like.register()
-    dist.init_process_group(
-        backend, rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=LIMIT)
-    )
+    timeout = datetime.timedelta(seconds=LIMIT)
+    is_master = holds_store and rank == 0
+    store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    del store
     try:
         return body(rank, *args)
     finally:

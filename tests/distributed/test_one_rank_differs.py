@@ -289,7 +289,7 @@ def stop_who_holds_the_store(rank: int) -> None:
 
 def test_a_stopped_store_stops_nobody_else() -> None:
     # Who asked the store waited in C for the stopped process, whatever the timeout.
-    run_on_ranks(2, stop_who_holds_the_store)
+    run_on_ranks(2, stop_who_holds_the_store, holds_store=True)
 
 
 def without_descriptors(rank: int) -> None:

@@ -28,7 +28,7 @@ stream per pair.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 from fxpipe.errors import ScheduleError
@@ -61,6 +61,7 @@ def lower(
     reduce_grad: bool = False,
     max_unsharded: int | None = None,
     offload: int | None = None,
+    unshard_lookahead: Sequence[int] | None = None,
     costs: StageCosts | None = None,
     streams: Streams | None = None,
 ) -> Program:
@@ -82,6 +83,8 @@ def lower(
             ahead of time, as far as the number allows.
         offload: add OFFLOAD and RELOAD for residuals that wait for more than this number of
             compute actions of their rank.
+        unshard_lookahead: for each rank, of how many of its next stages gathering may begin.
+            Default: all that `max_unsharded` allows.
         costs: order messages by these durations instead of F=I=W=1. On one
             communicator per pair of ranks a message waits for those before it, so
             the order should be that in which they really become ready.
@@ -115,7 +118,13 @@ def lower(
             ]
         if max_unsharded is not None:
             ranks = [
-                add_sharding(rank, actions, len(program.placement.stages_of(rank)), max_unsharded)
+                add_sharding(
+                    rank,
+                    actions,
+                    len(program.placement.stages_of(rank)),
+                    max_unsharded,
+                    None if unshard_lookahead is None else unshard_lookahead[rank],
+                )
                 for rank, actions in enumerate(ranks)
             ]
         if offload is not None:

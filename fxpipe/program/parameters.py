@@ -43,28 +43,37 @@ def add_reductions(actions: list[Action], stages: Collection[int]) -> list[Actio
 
 
 def add_sharding(
-    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
+    rank: int,
+    actions: list[Action],
+    num_stages: int,
+    max_unsharded: int,
+    lookahead: int | None = None,
 ) -> list[Action]:
     """Keep the next stages to be used unsharded, as many as allowed.
 
-    A change stands right behind the compute action that makes room for it and its sends,
-    before any receive, so that gathering starts as early as it can.
+    Of those that are not, only the next `lookahead` are gathered; default: all. A change stands
+    right behind the compute action that makes room for it and its sends, before any receive,
+    so that gathering starts as early as it can.
     """
     sharded: list[Action] = []
     unsharded: tuple[int, ...] = ()
     done = 0
-    for position, wanted in reversed(_upcoming_stages(rank, actions, num_stages, max_unsharded)):
+    ahead = max_unsharded if lookahead is None else min(lookahead, max_unsharded)
+    changes = _upcoming_stages(rank, actions, num_stages, max_unsharded, ahead)
+    for position, wanted in reversed(changes):
         sharded += actions[done:position]
         sharded += [Action(Kind.RESHARD, stage) for stage in unsharded if stage not in wanted]
-        sharded += [Action(Kind.UNSHARD, stage) for stage in wanted if stage not in unsharded]
-        unsharded, done = wanted, position
+        sharded += [Action(Kind.UNSHARD, s) for s in wanted[:ahead] if s not in unsharded]
+        unsharded = tuple(s for i, s in enumerate(wanted) if i < ahead or s in unsharded)
+        done = position
     return sharded + actions[done:] + [Action(Kind.RESHARD, stage) for stage in unsharded]
 
 
 def _upcoming_stages(
-    rank: int, actions: list[Action], num_stages: int, max_unsharded: int
+    rank: int, actions: list[Action], num_stages: int, max_unsharded: int, ahead: int
 ) -> list[tuple[int, tuple[int, ...]]]:
     """From which position on which stages are the next to be used; last position first."""
+    steps = {max_unsharded, ahead}
     changes: list[tuple[int, tuple[int, ...]]] = []
     queue: tuple[int, ...] = ()
     head = -1
@@ -78,17 +87,18 @@ def _upcoming_stages(
             continue
         if stage != head or parts:
             used = list(dict.fromkeys(part.stage for part in parts)) if parts else [stage]
-            if len(used) > max_unsharded:
+            if len(used) > ahead:
                 raise ScheduleError(
                     f"rank {rank}, {action}: needs {len(used)} stages unsharded at once, "
                     f"but max_unsharded is {max_unsharded}"
+                    + (f" and the lookahead {ahead}" if ahead < max_unsharded else "")
                 )
             longer = (*used, *[other for other in queue if other not in used])
             wanted = queue[:max_unsharded]
-            if wanted and not set(wanted).issuperset(longer[:max_unsharded]):
+            if wanted and any(not set(queue[:n]).issuperset(longer[:n]) for n in steps):
                 changes.append((behind_sends, wanted))
             queue, head = longer, stage
-            if len(queue) == num_stages <= max_unsharded:
+            if len(queue) == num_stages <= ahead:
                 break  # all stages of the rank from the start to here
         behind_sends = position
     return [*changes, (0, _first_used(actions, queue[:max_unsharded]))]

@@ -83,3 +83,40 @@ def test_the_bound_on_unsharded_stages_holds(name, bound):
                 unsharded.remove(action.stage)
             assert len(unsharded) <= bound
         assert not unsharded
+
+
+def test_a_lookahead_gathers_later_and_keeps_as_many():
+    lowered = lower(LOOPED, max_unsharded=3, unshard_lookahead=[1, 2])
+
+    without_transfers = [
+        " ".join(str(a) for a in actions if not a.kind.is_transfer) for actions in lowered.ranks
+    ]
+    assert without_transfers[0] == (
+        "0UNSHARD 0F0 0F1 2UNSHARD 2F0 2F1 4UNSHARD 4F0 4F1 4B0 4B1 4RESHARD 2B0 2B1 2RESHARD "
+        "0B0 0B1 0RESHARD"
+    )
+    assert without_transfers[1].startswith("1UNSHARD 3UNSHARD 1F0 1F1 5UNSHARD 3F0")
+
+
+@pytest.mark.parametrize("name", programs())
+@pytest.mark.parametrize(("bound", "ahead"), [(3, 2), (2, 1), (3, 1)])
+def test_with_a_lookahead_every_stage_is_there_when_it_is_used(name, bound, ahead):
+    program = programs()[name]
+    if ahead == 1 and "OVERLAP" in str(program):
+        with pytest.raises(ScheduleError, match="and the lookahead 1"):
+            lower(program, max_unsharded=bound, unshard_lookahead=[ahead] * program.num_ranks)
+        return
+
+    lowered = lower(program, max_unsharded=bound, unshard_lookahead=[ahead] * program.num_ranks)
+
+    for actions in lowered.ranks:
+        unsharded = set()
+        for action in actions:
+            if action.kind is Kind.UNSHARD:
+                unsharded.add(action.stage)
+            elif action.kind is Kind.RESHARD:
+                unsharded.remove(action.stage)
+            elif action.kind.is_compute or action.parts:
+                assert {part.stage for part in action.parts or (action,)} <= unsharded
+            assert len(unsharded) <= bound
+        assert not unsharded

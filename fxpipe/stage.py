@@ -65,8 +65,11 @@ class PipelineStage(_PipelineStageBase):
         input_args, output_args: example tensors (one microbatch) of what the stage
             takes and returns. Optional: what is missing is inferred, without
             running the module on real data. What is given is checked.
-        output_grads, input_grads, get_mesh: taken for torch's sake and not looked at: shapes of
-            gradients are those of what was sent, and DTensors do not cross boundaries.
+        output_grads: examples of the gradients of what the stage returns. Only the placements
+            of DTensors among them matter: gradients come back in these.
+        input_grads: taken for torch's sake; the stage before says how gradients come back.
+        get_mesh: called as `get_mesh(names, sizes)` for the mesh of a DTensor that the stage
+            receives, unless a parameter or an example of the stage has that mesh.
         group: the process group of this pipeline, or a `LocalGroup` to run all
             ranks in this process. Default: all processes, or this one alone.
         dw_builder: called after each backward; the function it returns computes
@@ -100,6 +103,8 @@ class PipelineStage(_PipelineStageBase):
         self.device = torch.device(device)
         self.group = group
         self.dw_builder = dw_builder
+        self.get_mesh = get_mesh
+        self.output_grads = _as_tuple(output_grads)
         self.forward_contexts = OrderedDict()
         self._doing = {}
         self.front = Front(_as_tuple(input_args), _as_tuple(output_args))

@@ -51,13 +51,14 @@ __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "IncompatibleKeys", "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings",
     "backend_object", "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",
-    "children_of", "compiled_from", "constant_source", "default_store", "drop_gathered_gradients",
-    "finish_sharded_backward", "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
+    "children_of", "compiled_from", "constant_source", "default_store", "finish_sharded_backward",
+    "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "has_run_sharded", "held_functions", "hook_takes_kwargs", "is_compiled",
     "is_view", "known_sizes", "local_tensor", "memory_of", "overload_packet", "own_attributes",
-    "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "profiler_is_on", "pytree",
-    "pytree_kind", "run_engine", "schema_of", "shard_groups", "shard_precision",
+    "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "profiler_is_on",
+    "put_gathered_gradient", "pytree", "pytree_kind", "run_engine", "schema_of", "shard_groups",
+    "shard_precision", "take_gathered_gradient",
     "transient_buffers", "unset_fake_temporarily", "version_of",
     "watch_replacements", "without_torch_function",
 ]  # fmt: skip
@@ -333,12 +334,29 @@ def finish_sharded_backward(root: Any) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def drop_gathered_gradients(held: Any) -> None:
-    """Forget the gradients that a sharded parameter has gathered; zero_grad() does not see them."""
-    held.unsharded_accumulated_grad = None
+def take_gathered_gradient(held: Any) -> torch.Tensor | None:
+    """Take the gradient that a sharded parameter has not reduced; zero_grad() does not see it."""
     gathered = getattr(held, "_unsharded_param", None)
-    if gathered is not None:
-        gathered.grad = None
+    if gathered is None:
+        return None
+    total: torch.Tensor | None = held.unsharded_accumulated_grad
+    fresh: torch.Tensor | None = gathered.grad
+    held.unsharded_accumulated_grad = gathered.grad = None
+    if fresh is None or total is None:
+        found = total if fresh is None else fresh
+        return found if found is None or held.reduce_dtype is None else found.to(held.reduce_dtype)
+    return total.add_(fresh)
+
+
+def put_gathered_gradient(held: Any, gradient: torch.Tensor | None) -> None:
+    """Give a sharded parameter a gradient to reduce; zeros by default."""
+    gathered = held._unsharded_param
+    if gradient is None:
+        gradient = torch.zeros_like(gathered, dtype=held.reduce_dtype)
+    if held.reduce_dtype in (None, gathered.dtype):
+        gathered.grad = gradient
+    else:
+        held.unsharded_accumulated_grad = gradient
 
 
 warn_of_version(torch.__version__)

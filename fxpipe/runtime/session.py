@@ -30,7 +30,8 @@ from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.control.group_control import GroupControl, control_of
 from fxpipe.runtime.parameters import tied as ties
-from fxpipe.runtime.parameters.sync import GradSync, NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.parameters.replicas import Replicas
+from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
@@ -80,7 +81,6 @@ class Session:
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self._tied_epoch = 0
         self._copies = TiedCopies()
-        self._gave_up: list[GradSync] = []
         self._batch_weight = 1.0  # of the latest batch with auxiliary losses beside a weighted sum
 
     @property
@@ -156,7 +156,7 @@ class Session:
         if self.sums_weights is not False and call.training:
             draws = RandomState([stage.device for stage in self.stages.values()])
         # Replicas have weights of their own, and must all run as often.
-        assumed = 1.0 if plan.reduces else self._batch_weight
+        assumed = 1.0 if plan.has_replicas else self._batch_weight
         for _ in range(3):
             self.run = StepRun(
                 self, control, self._transports, plan, call, chunks,
@@ -185,15 +185,20 @@ class Session:
         sharded = any(sync.is_sharded for sync in syncs.values())
         lowered = lower(
             self.program,
-            reduce_grad=True,
+            reduce_grad=call.finalizes,
             max_unsharded=self.options.max_unsharded if sharded else None,
+            unshard_lookahead=self.options.lookahead(self.program.num_ranks),
         )
-        for index, sync in syncs.items():
-            expect_collectives(sync, lowered, index)
-            sync.begin(self.options.timeout)
-            sync.give_up(message)
-            sync.end()
-        self._gave_up = list(syncs.values())  # until the others have heard it
+        replicas = Replicas(list(syncs.values()), self.options.timeout, reduces=call.finalizes)
+        try:
+            replicas.begin({})
+            for actions in lowered.ranks:
+                do_collectives(actions, syncs)
+            replicas.give_up(message)
+        finally:
+            replicas.end(succeeded=False)
+            for sync in syncs.values():
+                sync.reshard()
 
     def _agree(self, call: Call, control: Control) -> tuple[StepPlan, Call, Chunks, bool]:
         """The plan for this call, the same on all ranks, and the inputs split for it."""
@@ -306,7 +311,7 @@ class Session:
     def _key_of(self, call: Call) -> int:
         """A number that stands for all that a plan depends on; found by comparing all of it."""
         key = (
-            call.training,
+            (call.training, call.finalizes),
             signature(call.args, call.kwargs, call.target),
             self.state.key(),
             surroundings(self._device_types),

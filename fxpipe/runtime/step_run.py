@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpipe.errors import InputError
 from fxpipe.microbatch import merge_chunks, split_target
 from fxpipe.program import Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
@@ -27,6 +28,7 @@ from fxpipe.runtime.agree.step_plan import StepPlan
 from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters import tied as ties
+from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.tied import Scale
 from fxpipe.runtime.rollback import Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
@@ -83,6 +85,8 @@ class StepRun:
         self.control, self.transports = control, transports
         self.records_spans = records_spans
         self.trains = call.training and plan.has_loss
+        syncs = [runner.sync for runner in plan.runners.values()]
+        self._replicas = Replicas(syncs, session.options.timeout, reduces=call.finalizes)
         self.leaves = InputLeaves()
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
@@ -111,14 +115,14 @@ class StepRun:
             if self._needs_whole(scale):
                 self._confirm(self._attempt(lambda: self._make_whole(scale)))
         except BaseException as error:
+            self._replicas.end(succeeded=False)
             self._undo(error)
             raise
         else:
+            self._replicas.end(succeeded=True)
             self._commit(scale)
         finally:
             for runner in self.plan.runners.values():
-                if self.trains:
-                    runner.sync.end()
                 # A forward leaves a root module unsharded; parameters() should not.
                 runner.sync.reshard()
             for executor in self.plan.executors:
@@ -143,8 +147,7 @@ class StepRun:
         self._rollback = Rollback(kept, state.modules, self.session.changing)
         if self.trains:
             self._stash = ties.GradStash(apart)
-            for runner in self.plan.runners.values():
-                runner.sync.begin(self.session.options.timeout, self._stash.earlier)
+            self._replicas.begin(self._stash.earlier)
 
     def _commit(self, scale: Scale) -> None:
         if self._stash is not None:
@@ -221,7 +224,10 @@ class StepRun:
             else:
                 run_rank(plan.executors[0], self.control)
             self.chunks.check_unchanged()
-            outcome.append(self._outcome())
+            made = self._outcome()
+            if self.trains:
+                self._replicas.finish()
+            outcome.append(made)
         except InterruptedStepError as interrupted:
             failure = interrupted.failure
             if failure.is_final:
@@ -268,12 +274,16 @@ class StepRun:
 
     def _drained(self, error: BaseException) -> BaseException:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
-        self._tell_replicas("{}: {}".format(*described(error)))
-        if self.session.is_local:
-            return error
         try:
-            self._drain_routes()
-            self.plan.executors[0].drain()
+            if self.trains:
+                self._replicas.begin({})
+            if self.session.is_local:
+                for executor in self.plan.executors:
+                    executor.drain_collectives()
+            else:
+                self._drain_routes()
+                self.plan.executors[0].drain()
+            self._tell_replicas("{}: {}".format(*described(error)))
         except TransportError as lost:
             self._lost(lost)
             raise error from lost
@@ -295,8 +305,7 @@ class StepRun:
 
     def _tell_replicas(self, message: str) -> None:
         if self.trains:
-            for runner in self.plan.runners.values():
-                runner.sync.give_up(message)
+            self._replicas.give_up(message)
 
     def _lost(self, error: TransportError) -> BaseException:
         """A peer is gone or does not answer: there is nothing left to confirm."""
@@ -327,6 +336,13 @@ class StepRun:
         self.session.sums_weights = bool(summed)
         if not summed:
             return None
+        if self.plan.shards and not self.call.finalizes:
+            self.control.raises_everywhere = True
+            raise InputError(
+                "with finalize_gradients=False sharded stages keep the sum of several steps "
+                "unreduced, but loss_fn returns (sum, weight) and each step is divided by its own "
+                "weight: use scale_grads=False and divide in the end, or reduce in every step"
+            )
         assumed = self.step.batch_weight
         must_be_known = not is_apart or any(v[2] for v in vectors)
         if any(v[1] == 2 for v in summed):

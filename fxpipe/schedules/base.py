@@ -22,6 +22,7 @@ from fxpipe.runtime.agree.arguments import (
     count_ranks,
     floating_dtype,
     measured_timeline,
+    outstanding_sends,
     running_stages,
     stage_list,
     timeout_seconds,
@@ -57,6 +58,10 @@ class Schedule:
         max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
         offload: move what a forward keeps to host memory where its backward is more than so many
             compute actions of the rank away; at least 2.
+        unshard_lookahead: of how many of its next stages a rank begins to gather parameters:
+            "full" of all it may hold, "auto" of its rank + 2, or a number for each rank.
+        max_outstanding_sends: how many sent messages a rank keeps; before the next one it waits
+            for the oldest. Default: as many as are on their way.
         tied: parameters that hand-written stages share, as lists of (stage, name).
     """
 
@@ -77,6 +82,8 @@ class Schedule:
         boundary_dtype: torch.dtype | None = None,
         max_unsharded: int = 3,
         offload: int | None = None,
+        unshard_lookahead: str | tuple[int, ...] = "full",
+        max_outstanding_sends: int | None = None,
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
         self._stages = stage_list(stages)
@@ -94,6 +101,8 @@ class Schedule:
             boundary_dtype=floating_dtype(boundary_dtype),
             max_unsharded=max_unsharded,
             offload=offload,
+            unshard_lookahead=unshard_lookahead,
+            max_outstanding_sends=outstanding_sends(max_outstanding_sends, receives),
             tied=tuple(TiedStages(tuple(locations)) for locations in tied),
         )
         self._program: Program | None = None
@@ -154,6 +163,7 @@ class Schedule:
         lowered = lower(
             self.program, receives=options.receives, reduce_grad=True,
             max_unsharded=options.max_unsharded,
+            unshard_lookahead=options.lookahead(self.program.num_ranks),
         )  # fmt: skip
         return order_of(lowered.ranks)
 
@@ -179,8 +189,9 @@ class Schedule:
         The same call may be made on every rank, each takes what it needs; or inputs are
         passed where the first stage is and the target where the last is. Gradients are
         added to `.grad`. `arg_mbs`, `kwarg_mbs` and `target_mbs` are inputs that are split
-        already, one entry per microbatch. `finalize_gradients` is taken for torch's sake:
-        here every step leaves whole gradients behind.
+        already, one entry per microbatch. With `finalize_gradients=False` data-parallel replicas
+        do not reduce gradients in this step: the next step without it reduces the sum of all.
+        Until then `fully_shard`ed stages keep it outside `.grad`; zero_grad() does not see it.
 
         Returns:
             the merged output on the rank of the last stage (unless
@@ -188,7 +199,7 @@ class Schedule:
             scalar per microbatch; `self.loss` is the loss of the batch.
         """
         presplit = (arg_mbs, kwarg_mbs, target_mbs)
-        more = (return_outputs, losses, presplit)
+        more = (return_outputs, losses, presplit, bool(finalize_gradients))
         return self._run(Call(True, args, kwargs, target, loss_kwargs or {}, *more))
 
     def eval(

@@ -42,6 +42,10 @@ class _NamedMulti(PipelineScheduleMulti):
         if defer_pp_recv:
             options.setdefault("receives", "late")
         options.setdefault("max_unsharded", max_active_stages)
+        options |= {
+            "unshard_lookahead": unshard_lookahead,
+            "max_outstanding_sends": max_outstanding_sends,
+        }
         chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(
             stages, n_microbatches, loss_fn, *chunking, scale_grads=scale_grads, **options
@@ -71,7 +75,12 @@ class ScheduleLoopedBFS(_NamedMulti):
         **options: Any,
     ) -> None:
         taken = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
-        options |= {"defer_pp_recv": defer_pp_recv, "max_active_stages": max_active_stages}
+        options |= {
+            "defer_pp_recv": defer_pp_recv,
+            "max_active_stages": max_active_stages,
+            "unshard_lookahead": unshard_lookahead,
+            "max_outstanding_sends": max_outstanding_sends,
+        }
         super().__init__(stages, n_microbatches, loss_fn, **taken, **options)
 
 

@@ -124,13 +124,24 @@ def test_arguments_of_later_versions_are_taken_and_change_no_gradient():
         defer_reduce_grad_wait=True,
         max_outstanding_sends=2,
         backward_requires_autograd=True,
-        defer_pp_recv=True,
     )
 
     plain.step(x, target=y)
     given.step(x, target=y)
 
     assert_equal(gradients(stages), gradients(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_outstanding_sends": 0}, "a whole number from 1 up, got 0"),
+        ({"max_outstanding_sends": 2, "defer_pp_recv": True}, "needs receives='early', got 'late'"),
+    ],
+)
+def test_budgets_that_cannot_be_kept_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        made(**options)
 
 
 def test_a_forward_context_is_around_each_forward_and_the_trial():

@@ -20,6 +20,7 @@ __all__ = [
     "count_ranks",
     "floating_dtype",
     "measured_timeline",
+    "outstanding_sends",
     "running_stages",
     "stage_list",
     "timeout_seconds",
@@ -115,6 +116,22 @@ def timeout_seconds(timeout: float | None) -> float:
     if timeout <= 0:
         raise InputError(f"timeout must be a positive number of seconds, got {timeout}")
     return timeout
+
+
+def outstanding_sends(limit: int | None, receives: str) -> int | None:
+    """How many sends a rank may keep. Who waits for a send waits for its receive, so these stand
+    where the sender sends: then all ranks follow one order, and no two wait for each other.
+    """
+    if limit is None:
+        return None
+    if not isinstance(limit, int) or limit < 1:
+        raise InputError(f"max_outstanding_sends must be a whole number from 1 up, got {limit!r}")
+    if receives != "early":
+        raise InputError(
+            f"max_outstanding_sends={limit} needs receives='early', got {receives!r}: a rank that "
+            "waits for a send could wait for a receive that is posted too late"
+        )
+    return limit
 
 
 def action_kind(kind: str | Kind) -> Kind:

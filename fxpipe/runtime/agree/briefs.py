@@ -31,6 +31,7 @@ class StageFacts(NamedTuple):
     trainable: bool
     inputs_with_grad: bool
     dtypes: frozenset[torch.dtype]
+    is_parallel: bool
 
     @property
     def wants_gradient(self) -> bool:

@@ -19,9 +19,17 @@ import torch
 
 from fxpipe.errors import FxpipeError, PipeliningShapeError
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import map_leaves
 from fxpipe.runtime.agree.inputs import tensors_of
 from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, skeleton_of
+from fxpipe.runtime.stage.dtensors import (
+    as_dtensor,
+    find_mesh,
+    is_parallel,
+    layout_of,
+    local_part,
+)
 from fxpipe.runtime.stage.stage_kind import Stage, as_arguments, forward_context
 from fxpipe.runtime.wire.failure import described, raise_problems
 from fxpipe.torch_inside import pytree
@@ -86,15 +94,17 @@ class InterfaceProber:
         return Interfaces(tuple(Boundary(last + 1, some) for some in ports), skeletons)
 
     def traced(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
-        """Traced stages whose dtypes are not those of the trace: ask for them anew."""
+        """Traced stages whose tensors are not those of the trace: ask for them anew."""
         current = [dict(boundary.ports) for boundary in boundaries]
         for stage in range(self._num_stages - 1):
             sent = self._round(stage, partial(self._probe_traced, stage, current))
-            for ports, dtypes in zip(current, sent, strict=True):
+            for ports, made in zip(current, sent, strict=True):
                 for (source, target), found in ports.items():
                     if source == stage:
                         ports[source, target] = tuple(
-                            replace(port, dtype=dtypes[port.name]) for port in found
+                            PortShape(port.name, shape, dtype, port.has_gradient, layout)
+                            for port in found
+                            for shape, dtype, layout in (made[port.name],)
                         )
         return Interfaces(tuple(Boundary(self._num_stages, p) for p in current), {})
 
@@ -110,7 +120,7 @@ class InterfaceProber:
         value = args if len(args) != 1 else args[0]
         ports = [
             replace(port, has_gradient=self._training and port.dtype.is_floating_point)
-            for port in self._ports(value)
+            for port in self._ports(value, None)
         ]
         return [(skeleton_of(value), tuple(ports))] * self._num_shapes
 
@@ -142,22 +152,25 @@ class InterfaceProber:
             output = self._run(this, args, kwargs, before[shape][1] if before else None)
             returned = [TensorSpec.of(x) for x in tensors_of(output)]
             check_declared(stage, "returns", this.front.output_args, returned)
-            found.append((skeleton_of(output).plain(), [astuple(p) for p in self._ports(output)]))
+            sent = self._ports(output, this.output_grads)
+            found.append((skeleton_of(output).plain(), [astuple(port) for port in sent]))
         return found
 
-    def _ports(self, value: Any) -> list[PortShape]:
+    def _ports(self, value: Any, gradients: tuple[Any, ...] | None) -> list[PortShape]:
+        """The tensors of a value as ports; `gradients` are examples of theirs."""
         made = skeleton_of(value)
         names = [n for n, is_tensor in zip(made.names, made.is_tensor, strict=True) if is_tensor]
-        return [
-            PortShape(
-                name, tuple(int(n) for n in x.shape), x.dtype, self._training and x.requires_grad
-            )
-            for name, x in zip(names, tensors_of(value), strict=True)
-        ]
+        ports = []
+        examples = (*(gradients or ()), *[None] * len(names))
+        for name, x, gradient in zip(names, tensors_of(value), examples, strict=False):
+            shape, dtype, layout = _form(x, gradient)
+            wants = self._training and x.requires_grad
+            ports.append(PortShape(name, shape, dtype, wants, layout))
+        return ports
 
     def _probe_traced(
         self, stage: int, current: Sequence[Mapping[tuple[int, int], tuple[PortShape, ...]]]
-    ) -> list[dict[str, torch.dtype]]:
+    ) -> list[dict[str, tuple[Any, ...]]]:
         this = self._stages[stage]
         found = []
         for shape, ports in enumerate(current):
@@ -165,11 +178,11 @@ class InterfaceProber:
             into = [ports[source, stage] for source in sources]
             arriving = [into[edge][i] for edge, i in this.front.received(stage, sources, into)]
             specs = tuple(TensorSpec(p.shape, p.dtype, p.has_gradient) for p in arriving)
-            output = self._run(this, specs, self._samples[stage][shape][1], None)
+            output = self._run(this, specs, self._samples[stage][shape][1], arriving)
             out_of = [some for (source, _), some in ports.items() if source == stage]
             sent = this.front.sent(stage, out_of)
             made = this.front.tensors(output, None, stage)
-            found.append({p.name: t.dtype for p, t in zip(sent, made, strict=True)})
+            found.append({p.name: _form(t, None) for p, t in zip(sent, made, strict=True)})
         return found
 
     def _run(
@@ -184,6 +197,8 @@ class InterfaceProber:
         context = forward_context(stage, 0, is_trial=True)
         with torch.set_grad_enabled(self._training), context:
             try:
+                if is_parallel(stage.submod) or any(port.layout for port in ports or ()):
+                    return _run_parallel(stage, args, kwargs, ports or ())
                 return probe(stage.submod, args, dict(kwargs))
             except RuntimeError as error:
                 if ports is None or isinstance(error, FxpipeError):
@@ -193,6 +208,39 @@ class InterfaceProber:
                 raise PipeliningShapeError(
                     f"stage {index} cannot take what stage {index - 1} sends ({sent}): {error}"
                 ) from error
+
+
+def _form(tensor: torch.Tensor, gradient: Any) -> tuple[tuple[int, ...], torch.dtype, Any]:
+    """Shape and dtype of what travels, and how it is spread."""
+    layout = layout_of(tensor, gradient)
+    part = tensor if layout is None else local_part(tensor, layout, "")
+    return tuple(int(size) for size in part.shape), part.dtype, layout
+
+
+def _run_parallel(
+    stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], ports: Sequence[PortShape]
+) -> Any:
+    """Run a module that computes on DTensors, on made-up values.
+
+    What its collectives and its hooks make of a tensor is known only by running them; the ranks
+    that share the stage do so together. State is put back.
+    """
+    from fxpipe.graph.sandbox.restore import preserved, preserved_values
+
+    layouts = iter([port.layout for port in ports])
+
+    def made_up(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorSpec):
+            return leaf
+        made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=stage.device)
+        made.requires_grad_(leaf.requires_grad)
+        layout = next(layouts, None)
+        return made if layout is None else as_dtensor(made, layout, find_mesh(stage, layout))
+
+    module = stage.submod
+    with preserved(module), preserved_values(module):
+        filled = map_leaves(made_up, (args, dict(kwargs)))
+        return module(*filled[0], **filled[1])
 
 
 def _read(skeleton: Any, ports: Any) -> tuple[Skeleton, tuple[PortShape, ...]]:

@@ -29,7 +29,27 @@ class Options:
     boundary_dtype: torch.dtype | None = None
     max_unsharded: int = 3
     offload: int | None = None
+    unshard_lookahead: str | tuple[int, ...] = "full"
+    max_outstanding_sends: int | None = None
     tied: tuple[Any, ...] = ()
+
+    def lookahead(self, num_ranks: int) -> tuple[int, ...] | None:
+        """Of how many stages a rank begins to gather parameters; None: of all it may hold."""
+        if self.unshard_lookahead == "full":
+            return None
+        if self.unshard_lookahead == "auto":
+            return tuple(min(rank + 2, self.max_unsharded) for rank in range(num_ranks))
+        given = self.unshard_lookahead
+        if (
+            not isinstance(given, tuple)
+            or len(given) != num_ranks
+            or not all(isinstance(n, int) and n > 0 for n in given)
+        ):
+            raise InputError(
+                'unshard_lookahead is "full", "auto" or a tuple with a number above 0 for each of '
+                f"the {num_ranks} ranks, got {given!r}"
+            )
+        return given
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +64,7 @@ class Call:
     keeps_outputs: bool
     losses: list[torch.Tensor] | None = None
     presplit: tuple[Any, Any, Any] = (None, None, None)  # arg_mbs, kwarg_mbs, target_mbs
+    finalizes: bool = True  # average gradients over replicas, or leave that to a later step
 
     def taken(self, n: int) -> Call:
         """The same call with microbatches taken from lists and iterators, once per step."""

@@ -38,8 +38,9 @@ from fxpipe.runtime.agree.request import Call, Chunks, Options
 from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.fsdp import gathered_dtypes
-from fxpipe.runtime.parameters.sync import NoSync, expect_collectives, grad_sync
+from fxpipe.runtime.parameters.sync import NoSync, grad_sync
 from fxpipe.runtime.stage.boundary import skeleton_of
+from fxpipe.runtime.stage.dtensors import is_parallel
 from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
@@ -68,11 +69,12 @@ class StepPlan:
     has_input_gradients: bool
     tied: Sequence[ties.TiedGroup]
     program: Program
+    has_replicas: bool
 
     @property
-    def reduces(self) -> bool:
-        """Whether any stage has replicas."""
-        return any(a.kind is Kind.REDUCE_GRAD for actions in self.program.ranks for a in actions)
+    def shards(self) -> bool:
+        """Whether replicas of any stage share its parameters out."""
+        return any(a.kind is Kind.UNSHARD for actions in self.program.ranks for a in actions)
 
 
 class PlanMaker:
@@ -139,11 +141,13 @@ class PlanMaker:
             "number of ranks": program.num_ranks,
             "kind of stages": self.front.kind,
             "scale_grads": options.scale_grads,
+            "finalize_gradients": self.call.finalizes,
             "receives": options.receives,
             "boundary_dtype": options.boundary_dtype,
             "streams": self.streams,
             "max_unsharded": options.max_unsharded,
             "offload": options.offload,
+            "unshard_lookahead": options.unshard_lookahead,
             "tied": [[list(at) for at in shared.locations] for shared in options.tied],
             "program": hashlib.sha256(str(program).encode()).hexdigest()[:12],
             **self.front.facts(),
@@ -219,8 +223,9 @@ class PlanMaker:
         }
         prober = InterfaceProber(self.stages, self.program.num_stages, control, samples, training)
         boundaries = self.front.boundaries(distinct, [training and f.wants_gradient for f in facts])
-        is_known = control.is_dry or self.front.was_traced_with(
-            [one.dtypes for one in facts], self.autocast
+        is_known = control.is_dry or (
+            not any(one.is_parallel for one in facts)
+            and self.front.was_traced_with([one.dtypes for one in facts], self.autocast)
         )
         with control.alike():
             if boundaries is None:
@@ -244,7 +249,7 @@ class PlanMaker:
             shared = sorted({n for n in names if names.count(n) > 1}) if not self.is_local else ()
             plan = self._bind(
                 rows, routes, tuple(shared), interfaces, shape_of, facts, lowered, transports,
-                has_loss,
+                has_loss, any(brief.reduces for brief in briefs),
             )  # fmt: skip
         except BaseException as error:
             problem = problem or error
@@ -300,6 +305,7 @@ class PlanMaker:
         lowered: Program,
         transports: Mapping[int, Transport],
         has_loss: bool,
+        has_replicas: bool,
     ) -> StepPlan:
         boundaries = [interfaces.boundaries[shape] for shape in shape_of]
         edges = boundaries[0].edges()
@@ -311,8 +317,6 @@ class PlanMaker:
             )
             for index, stage in self.stages.items()
         }
-        for index, runner in runners.items():
-            expect_collectives(runner.sync, lowered, index)
         wiring = {}
         for index, stage in self.stages.items():
             before, after = interfaces.skeletons.get(index - 1), interfaces.skeletons.get(index)
@@ -322,7 +326,16 @@ class PlanMaker:
             ]
             wiring[index] = [by_shape[shape] for shape in shape_of]
         executors = [
-            Executor(rank, lowered, edges, boundaries, runners, self._way(transport), self.hooks)
+            Executor(
+                rank,
+                lowered,
+                edges,
+                boundaries,
+                runners,
+                self._way(transport),
+                self.hooks,
+                self.options.max_outstanding_sends,
+            )
             for rank, transport in transports.items()
         ]
         order = [(s.rank, s.position) for s in walk(lowered, edges)] if self.is_local else []
@@ -340,6 +353,7 @@ class PlanMaker:
             any(one.inputs_with_grad for one in facts),
             self.tied,
             lowered,
+            has_replicas,
         )
 
     def _way(self, transport: Transport) -> Transport:
@@ -362,9 +376,10 @@ class PlanMaker:
             edges,
             receives=self.options.receives,
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
-            reduce_grad=any(brief.reduces for brief in briefs) and training,
+            reduce_grad=any(brief.reduces for brief in briefs) and training and self.call.finalizes,
             max_unsharded=self.options.max_unsharded if shards and training else None,
             offload=self.options.offload if training else None,
+            unshard_lookahead=self.options.lookahead(program.num_ranks),
             streams=self.streams,
         )
 
@@ -394,7 +409,7 @@ def _stage_facts(module: torch.nn.Module, inputs: Any) -> StageFacts:
     state = (*module.parameters(), *module.buffers())
     floats = [t.dtype for t in state if t.is_floating_point()] + gathered_dtypes(module)
     trainable = any(p.requires_grad for p in module.parameters())
-    return StageFacts(trainable, _wants_gradient(inputs), frozenset(floats))
+    return StageFacts(trainable, _wants_gradient(inputs), frozenset(floats), is_parallel(module))
 
 
 def _of_tied(p: torch.nn.Parameter) -> tuple[bool, torch.dtype, tuple[int, ...], bool]:

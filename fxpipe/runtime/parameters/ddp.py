@@ -7,13 +7,15 @@ they are kept silent. As in DDP itself:
 - the buffers of the first replica are given to the others after a step that averages
   (DDP: before the next forward), unless `broadcast_buffers=False`.
 
-Buckets are reduced while the rest of the pipeline still works. Limit: communication hooks
+Buckets are reduced while the rest of the pipeline still works. They hold all parameters that
+want a gradient, with zeros for unused ones, so that all replicas make the same buckets without
+asking; what nobody has used loses its zeros again. Limit: communication hooks
 (`register_comm_hook`) are not called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +23,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.wire.communicators import backend_of
 
-__all__ = ["DdpSync"]
+__all__ = ["DdpSync", "Wait"]
 
 BUCKET_BYTES = 25 * 2**20
+
+Wait = Callable[[dist.Work | None, dist.ProcessGroup], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,11 @@ class DdpSync:
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         self._modules = modules
         self._before = [module.require_backward_grad_sync for module in modules]
-        self._replicas = Replicas([module.process_group for module in modules])
+        self.groups = [module.process_group for module in modules]
+        self.reduces = True
         self._averaged: list[DistributedDataParallel] = []
-        self._parameters: list[list[nn.Parameter]] = []
         self._earlier: MutableMapping[torch.Tensor, torch.Tensor] = {}
+        self._unused: set[nn.Parameter] = set()  # whose gradient here is made up of zeros
         self._open: list[_Bucket] = []
         self._silence()
 
@@ -70,19 +74,14 @@ class DdpSync:
         for module in self._modules:
             module.require_forward_param_sync = False
 
-    def expect(self, unshards: int, reductions: int) -> None:
-        self._replicas.owes = reductions
-
-    def begin(
-        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
-        self._earlier = {} if earlier is None else earlier
+    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
+        self._earlier = earlier
         self._before = [module.require_backward_grad_sync for module in self._modules]
         # Under no_sync() a module takes no part.
-        self._averaged = [m for m, is_on in zip(self._modules, self._before, strict=True) if is_on]
-        self._parameters = [[p for p in m.parameters() if p.requires_grad] for m in self._averaged]
-        if self._averaged:
-            self._replicas.begin(seconds, flags=2 * sum(map(len, self._parameters)))
+        self._averaged = [
+            m for m, is_on in zip(self._modules, self._before, strict=True) if is_on and reduces
+        ]
+        self.reduces = len(self._averaged) == len(self._modules)
         for module in self._modules:
             module.require_backward_grad_sync = False
         self._silence()
@@ -94,21 +93,37 @@ class DdpSync:
     def reshard(self) -> None: ...
 
     def reduce(self) -> None:
-        if not self._averaged:
-            return
-        every = [p for some in self._parameters for p in some]
-        mine = [*(p.grad is not None for p in every), *(p in self._earlier for p in every)]
-        used = self._replicas.check(mine)
+        for module in self._averaged:
+            if module.process_group.size() == 1:
+                continue
+            some = _trained(module)
+            self._unused.update(p for p in some if p.grad is None)
+            self._open += _averages([_gradient(p) for p in some], module.process_group)
+
+    def used(self) -> list[bool]:
+        every = [p for module in self._modules for p in _trained(module)]
+        fresh = [p.grad is not None and p not in self._unused for p in every]
+        return [*fresh, *(p in self._earlier for p in every)]
+
+    def finish(self, used: Sequence[bool], wait: Wait) -> None:
+        every = [p for module in self._modules for p in _trained(module)]
         fresh = {p for p, is_used in zip(every, used, strict=False) if is_used}
         old = {p for p, is_used in zip(every, used[len(every) :], strict=True) if is_used}
-        for module, some in zip(self._averaged, self._parameters, strict=True):
+        for module in self._averaged:
             group = module.process_group
-            if group.size() == 1:
-                continue
-            tensors = [_gradient(p) for p in some if p in fresh]
-            tensors += [self._earlier_of(p) for p in some if p in old]
-            self._open += _averages(tensors, group)
-            _broadcast_buffers(module, group)
+            if group.size() > 1:
+                earlier = [self._earlier_of(p) for p in _trained(module) if p in old]
+                self._open += _averages(earlier, group)
+                _broadcast_buffers(module, group)
+        for bucket in self._open:
+            if bucket.blocks:
+                wait(bucket.work, bucket.group)
+            else:
+                bucket.work.wait()
+            bucket.give_back()
+        for p in self._unused - fresh:
+            p.grad = None
+        self._unused.clear()
 
     def _earlier_of(self, p: nn.Parameter) -> torch.Tensor:
         """A copy to average: a step that fails leaves the gradient itself as it was."""
@@ -116,23 +131,18 @@ class DdpSync:
         self._earlier[p] = torch.zeros_like(p) if found is None else found.clone()
         return self._earlier[p]
 
-    def finish(self) -> None:
-        for bucket in self._open:
-            if bucket.blocks:
-                self._replicas.wait(bucket.work)
-            else:
-                bucket.work.wait()
-            bucket.give_back()
-        self._open.clear()
-
-    def give_up(self, message: str) -> None:
-        self._replicas.give_up(message)
-
-    def end(self) -> None:
+    def end(self, *, succeeded: bool) -> None:
+        for p in self._unused:
+            p.grad = None
+        self._unused.clear()
         self._open.clear()
         self._earlier = {}
         for module, before in zip(self._modules, self._before, strict=True):
             module.require_backward_grad_sync = before
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def _gradient(p: nn.Parameter) -> torch.Tensor:

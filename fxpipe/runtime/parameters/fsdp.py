@@ -1,7 +1,8 @@
 """Gather and reduce the parameters of a stage that is wrapped by `fully_shard`.
 
 UNSHARD starts the gathering; whoever computes next with the stage waits for it. Gradients
-stay unreduced on the gathered parameters until REDUCE_GRAD reduces them, once per step.
+stay unreduced on the gathered parameters until REDUCE_GRAD starts to reduce them, once per step;
+the end of the step waits for that. A step that does not reduce leaves them there for the next.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpipe.runtime.parameters.replicas import Replicas
+from fxpipe.runtime.parameters.ddp import Wait
 from fxpipe.torch_inside import (
-    drop_gathered_gradients,
     finish_sharded_backward,
     has_run_sharded,
+    put_gathered_gradient,
     shard_groups,
     shard_precision,
+    take_gathered_gradient,
 )
 
 if TYPE_CHECKING:
@@ -36,25 +38,36 @@ class FsdpSync:
 
     def __init__(self, roots: Sequence[FSDPModule]) -> None:
         self._roots = roots
-        self._reduced = True
+        self.groups = [group for root in roots for group in _groups(root)]
+        self.reduces = True
         self._gathering: list[Any] = []
-        self._replicas = Replicas([group for root in roots for group in _groups(root)])
+        self._has_reduced = False
+        # Of steps that did not reduce: unlike `.grad`, it is as large as the whole parameter.
+        self._unreduced: dict[Any, torch.Tensor] = {}
+        self._used: list[bool] = []
+        self._bare: list[Any] = []
 
-    def expect(self, unshards: int, reductions: int) -> None:
-        self._replicas.owes = unshards + reductions
+    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
+        self.reduces, self._has_reduced = reduces, False
+        held = self._held()
+        found = [(one, take_gathered_gradient(one)) for one in held]
+        self._unreduced = {one: grad for one, grad in found if grad is not None}
+        self._used = [False] * len(held)
+        self._bare = [one for one in held if one.sharded_param.grad is None]
+        self._set(is_last=False)
 
-    def begin(
-        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
-        self._reduced = False
-        self._replicas.begin(seconds)
+    def _held(self) -> list[Any]:
+        """The parameters that want a gradient."""
+        groups = [g for root in self._roots for m in _fsdp_modules(root) for g in shard_groups(m)]
+        return [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+    def _set(self, *, is_last: bool) -> None:
         for root in self._roots:
-            root.set_is_last_backward(False)
-            root.set_requires_gradient_sync(False)
-            root.set_reshard_after_backward(False)
+            root.set_is_last_backward(is_last)
+            root.set_requires_gradient_sync(is_last)
+            root.set_reshard_after_backward(is_last)
 
     def unshard(self) -> None:
-        self._replicas.check()
         for root in self._roots:
             for module in _fsdp_modules(root):
                 self._gathering.append(module.unshard(async_op=True))
@@ -70,30 +83,52 @@ class FsdpSync:
                 module.reshard()
 
     def reduce(self) -> None:
-        self._replicas.check()
-        self._reduced = True
+        """Start to reduce; what a replica has not used takes part as zeros."""
+        self.ready()
+        self._has_reduced = True
+        for i, one in enumerate(self._held()):
+            total = self._total(one)
+            self._used[i] = total is not None
+            put_gathered_gradient(one, total)
+        self._set(is_last=True)
         for root in self._roots:
-            root.set_is_last_backward(True)
-            root.set_requires_gradient_sync(True)
-            root.set_reshard_after_backward(True)
             for module in reversed(_fsdp_modules(root)):
                 for group in reversed(shard_groups(module)):
                     group.post_backward()
-            finish_sharded_backward(root)
 
-    def finish(self) -> None: ...
+    def _total(self, one: Any) -> torch.Tensor | None:
+        """This step's gradient and those before it, which stay as they are."""
+        fresh, before = take_gathered_gradient(one), self._unreduced.get(one)
+        if fresh is None or before is None:
+            return before if fresh is None else fresh
+        return fresh.add_(before)
 
-    def give_up(self, message: str) -> None:
-        self._replicas.give_up(message)
+    def used(self) -> list[bool]:
+        return self._used or [False] * len(self._held())
 
-    def end(self) -> None:
+    def finish(self, used: Sequence[bool], wait: Wait) -> None:
         for root in self._roots:
-            if not self._reduced and has_run_sharded(root):
-                root.reset_iter_state()
-                _drop_partial_gradients(root)
             root.set_is_last_backward(True)
-            root.set_requires_gradient_sync(True)
-            root.set_reshard_after_backward(True)
+            finish_sharded_backward(root)  # waits for reductions; on a device, without the host
+        if self._has_reduced:
+            for one, is_used in zip(self._held(), used, strict=True):
+                if not is_used and one in self._bare:
+                    one.sharded_param.grad = None
+
+    def end(self, *, succeeded: bool) -> None:
+        if not succeeded:
+            for root in self._roots:
+                if has_run_sharded(root):
+                    root.reset_iter_state()
+            for one in self._held():
+                take_gathered_gradient(one)
+        if not succeeded or not self._has_reduced:
+            for one in self._held():
+                total = self._total(one)
+                if total is not None:
+                    put_gathered_gradient(one, total)
+        self._unreduced, self._used, self._bare = {}, [], []
+        self._set(is_last=True)
 
 
 def gathered_dtypes(module: nn.Module) -> list[torch.dtype]:
@@ -120,14 +155,6 @@ def _is_fsdp(module: nn.Module) -> bool:
     # Importing the library takes seconds; whoever wrapped a module has done so already.
     library = sys.modules.get("torch.distributed.fsdp")
     return library is not None and isinstance(module, library.FSDPModule)
-
-
-def _drop_partial_gradients(root: FSDPModule) -> None:
-    """What a failed step has left on gathered parameters."""
-    for module in _fsdp_modules(root):
-        for group in shard_groups(module):
-            for held in group.fsdp_params:
-                drop_gathered_gradients(held)
 
 
 def _groups(root: FSDPModule) -> list[dist.ProcessGroup]:

@@ -1,129 +1,155 @@
-"""Let the data-parallel replicas of a stage learn that one of them has failed.
+"""Let the data-parallel replicas of a pipeline's stages go on together, or fail together.
 
-Replicas meet in collectives only: one that never comes leaves the others waiting until their
-time-out. So each collective of a stage is preceded by a small exchange, in which every
-replica says whether it goes on. One that has failed says so once for each exchange it still
-owes, and why, without waiting for an answer; the others raise, and their own pipelines with
-them. An exchange is one all-reduce of a few bytes; the words follow only after a failure.
+Replicas meet in collectives, which wait for everybody. So a replica that fails still does every
+collective that its program owes (see `executor.drain`), with whatever gradients it has. Once a
+step, after all collectives have begun and before any result is used, the replicas vote: one
+all-reduce of a few bytes per group says whether all succeeded, whether all reduce, and which
+parameters any of them has used. If one has failed, all raise; the words follow only then.
 
-A replica that does not answer in time is an error for good: nobody knows which exchange it
-would answer later.
+Votes have groups of their own. A replica that does not vote in time is an error for good: nobody
+knows which vote it would answer later.
 """
 
 from __future__ import annotations
 
 import datetime
-import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import RemoteStageError
+from fxpipe.errors import InputError, RemoteStageError
 from fxpipe.runtime.control.group_control import side_group
-from fxpipe.torch_inside import backend_object
+from fxpipe.runtime.parameters.sync import GradSync
+from fxpipe.runtime.wire.failure import Deadline
 
 __all__ = ["Replicas"]
 
 _BYTES = 512  # of what one replica says: two for the length of its message, then that
+_HEADER = 3  # flags before those of parameters: failed, reduces, does not reduce
+
+_SILENT: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_SAID: list[tuple[dist.Work, object]] = []  # kept until it has been heard
 
 
 class Replicas:
-    """The replicas of one stage, on this rank.
+    """The replicas of the stages of this process, for one step."""
 
-    `owes` is how many exchanges a step has, `flags` how many bits each carries; `begin`
-    starts the count.
-    """
+    def __init__(self, syncs: Sequence[GradSync], seconds: float, *, reduces: bool) -> None:
+        self._syncs, self._reduces = syncs, reduces
+        self._begun = False
+        self._deadline = Deadline(seconds)
+        self._has_voted = False
+        groups = {id(group): group for sync in syncs for group in sync.groups if group.size() > 1}
+        self._groups = list(groups.values())
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        distinct = list({id(group): group for group in groups}.values())
-        self._groups = [_on_cpu(group) for group in distinct if group.size() > 1]
-        self._left = 0
-        self._flags = 0
-        self._until = 0.0
-        self._seconds = 0.0
-        self._silent = ""
-        self._said: list[tuple[dist.Work, object]] = []
-        self.owes = 1
-
-    def begin(self, seconds: float, flags: int = 0) -> None:
-        """Begin a step in which no wait is longer than `seconds`.
+    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+        """Begin the step, if it has not begun; see `GradSync.begin`.
 
         Raises:
             RemoteStageError: a replica was silent in an earlier step.
         """
-        if self._silent:
-            raise RemoteStageError(f"{self._silent} in an earlier step; make the groups anew")
-        self._left, self._flags = self.owes, flags
-        self._seconds, self._until = seconds, time.monotonic() + seconds
-        self._said = [said for said in self._said if not said[0].is_completed()]
+        if self._begun:
+            return
+        for group in self._groups:
+            if group in _SILENT:
+                raise RemoteStageError(f"{_SILENT[group]} in an earlier step; make the groups anew")
+        _SAID[:] = [said for said in _SAID if not said[0].is_completed()]
+        self._begun = True
+        for sync in self._syncs:
+            sync.begin(earlier, reduces=self._reduces)
 
-    def check(self, flags: Sequence[bool] = ()) -> list[bool]:
-        """Before a collective: go on if all replicas do. Which flags any replica has set.
+    def end(self, *, succeeded: bool) -> None:
+        """After the step, also after a failed one."""
+        if self._begun:
+            self._begun = False
+            for sync in self._syncs:
+                sync.end(succeeded=succeeded)
+
+    def finish(self) -> None:
+        """Vote, then wait for the results of all collectives.
 
         Raises:
-            RemoteStageError: one of them has failed, or does not answer.
+            RemoteStageError: a replica has failed, or does not answer.
+            InputError: only some replicas reduce gradients in this step.
         """
-        self._left -= 1
-        found = torch.tensor([False, *flags], dtype=torch.uint8, device="cpu")
+        used = [sync.used() for sync in self._syncs]
+        self._has_voted = True
         for group in self._groups:
-            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=group, async_op=True)
-            self.wait(work)
-            if found[0]:
-                raise RemoteStageError(
-                    f"a data-parallel replica of this stage failed: {self._words(group)}"
-                )
-        return [bool(flag) for flag in found[1:].tolist()]
+            used = self._vote(group, used)
+        for sync, flags in zip(self._syncs, used, strict=True):
+            sync.finish(flags, self._wait)
+
+    def _vote(self, group: dist.ProcessGroup, used: list[list[bool]]) -> list[list[bool]]:
+        takes_part = [any(g is group for g in sync.groups) for sync in self._syncs]
+        reduces = [s.reduces for s, is_in in zip(self._syncs, takes_part, strict=True) if is_in]
+        mine = [flags for flags, is_in in zip(used, takes_part, strict=True) if is_in]
+        header = [False, any(reduces), not all(reduces)]
+        found = _bits([*header, *(flag for flags in mine for flag in flags)])
+        side = side_group(group)
+        self._wait(dist.all_reduce(found, dist.ReduceOp.MAX, side, async_op=True), group)
+        failed, some_reduce, some_do_not, *flags = map(bool, found.tolist())
+        if failed:
+            raise RemoteStageError(
+                f"a data-parallel replica of this stage failed: {self._words(group)}"
+            )
+        if some_reduce and some_do_not:
+            raise InputError(
+                "some data-parallel replicas reduce the gradients of this step and some do not: "
+                "finalize_gradients and no_sync() must be the same on all of them"
+            )
+        rest = iter(flags)
+        return [
+            [next(rest) for _ in known] if is_in else known
+            for known, is_in in zip(used, takes_part, strict=True)
+        ]
 
     def _words(self, group: dist.ProcessGroup) -> str:
         said = [torch.zeros(_BYTES, dtype=torch.uint8, device="cpu") for _ in range(group.size())]
-        self.wait(dist.all_gather(said, _written(""), group=group, async_op=True))
+        side = side_group(group)
+        self._wait(dist.all_gather(said, _written(""), group=side, async_op=True), group)
         return next(filter(None, map(_read, said)), "it left no message")
 
-    def wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective of the replicas, at most until the step's deadline.
-
-        Raises:
-            RemoteStageError: one of them does not answer.
-        """
+    def _wait(self, work: dist.Work | None, group: dist.ProcessGroup) -> None:
+        """Wait for a collective of the replicas, at most until the step's deadline."""
         assert work is not None
-        left = max(self._until - time.monotonic(), 0.01)
         try:
-            work.wait(datetime.timedelta(seconds=left))
+            work.wait(datetime.timedelta(seconds=max(self._deadline.left(), 0.01)))
         except RuntimeError as error:
             silent = f"a data-parallel replica of this stage did not answer: {error}"
-            if time.monotonic() >= self._until - 0.1:
+            if self._deadline.left() < 0.1:
                 silent = (
                     "a data-parallel replica of this stage did not answer within "
-                    f"{self._seconds:g} s"
+                    f"{self._deadline.seconds:g} s"
                 )
-            self._silent, self._left = silent, 0
+            _SILENT[group] = silent
             raise RemoteStageError(silent) from error
 
     def give_up(self, message: str) -> None:
-        """This replica has failed: say so wherever the others wait for it in this step."""
-        for _ in range(self._left):
-            for group in self._groups:
-                failed = torch.zeros(1 + self._flags, dtype=torch.uint8, device="cpu")
-                failed[0] = 1
-                self._say(dist.all_reduce(failed, dist.ReduceOp.MAX, group, True), failed)
-                mine = _written(message or "unknown")
-                said = [torch.zeros_like(mine) for _ in range(group.size())]
-                self._say(dist.all_gather(said, mine, group, True), (mine, said))
-        self._left = 0
+        """This replica has failed: vote so, unless it has voted, and do not wait."""
+        if self._has_voted:
+            return
+        self._has_voted = True
+        for group in self._groups:
+            if group in _SILENT:
+                continue
+            flags = [s.used() for s in self._syncs if any(g is group for g in s.groups)]
+            failed = _bits([True] + [False] * (_HEADER - 1 + sum(map(len, flags))))
+            side = side_group(group)
+            _say(dist.all_reduce(failed, dist.ReduceOp.MAX, side, async_op=True), failed)
+            mine = _written(message or "unknown")
+            said = [torch.zeros_like(mine) for _ in range(group.size())]
+            _say(dist.all_gather(said, mine, side, async_op=True), (mine, said))
 
-    def _say(self, work: dist.Work | None, memory: object) -> None:
-        assert work is not None
-        self._said.append((work, memory))  # kept until it has been heard
+
+def _say(work: dist.Work | None, memory: object) -> None:
+    assert work is not None
+    _SAID.append((work, memory))
 
 
-def _on_cpu(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group if gloo carries its CPU tensors, or another of the same ranks where it does."""
-    try:
-        is_gloo = backend_object(group, torch.device("cpu")).name() == "gloo"
-    except RuntimeError:
-        is_gloo = False
-    return group if is_gloo else side_group(group)
+def _bits(flags: Sequence[bool]) -> torch.Tensor:
+    return torch.tensor(flags, dtype=torch.uint8, device="cpu")
 
 
 def _written(message: str) -> torch.Tensor:

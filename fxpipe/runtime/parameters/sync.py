@@ -8,33 +8,35 @@ when weight gradients come later than input gradients.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.errors import InputError
-from fxpipe.program import Kind, Program
-from fxpipe.runtime.parameters.ddp import DdpSync
+from fxpipe.program import Action, Kind
+from fxpipe.runtime.parameters.ddp import DdpSync, Wait
 from fxpipe.runtime.parameters.fsdp import FsdpSync, fsdp_roots
 
-__all__ = ["GradSync", "NoSync", "expect_collectives", "grad_sync"]
+__all__ = ["GradSync", "NoSync", "collective", "do_collectives", "grad_sync"]
 
 
 class GradSync(Protocol):
     """How one stage's parameters are kept in step with its replicas."""
 
     is_sharded: bool
+    reduces: bool
+    """Whether this step reduces gradients; else they are left for a later one."""
 
-    def expect(self, unshards: int, reductions: int) -> None:
-        """How often `unshard` and `reduce` come in a step."""
+    @property
+    def groups(self) -> Sequence[dist.ProcessGroup]:
+        """All that the stage's collectives go over."""
 
-    def begin(
-        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
-    ) -> None:
-        """Before the first action of a training step, which may wait for so long.
+    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
+        """Before the first action of a training step.
 
         `earlier` are gradients of former steps that were put aside. Those that were never
         averaged are replaced there by their average.
@@ -51,13 +53,13 @@ class GradSync(Protocol):
     def reduce(self) -> None:
         """After the stage's last weight gradient: start to average over the replicas."""
 
-    def finish(self) -> None:
-        """After the last action: the averages are in `.grad`."""
+    def used(self) -> list[bool]:
+        """What the replicas are told of the parameters; always as many flags."""
 
-    def give_up(self, message: str) -> None:
-        """The step has failed here: tell the replicas, which would wait."""
+    def finish(self, used: Sequence[bool], wait: Wait) -> None:
+        """After the last action, with what any replica has flagged: the averages are in `.grad`."""
 
-    def end(self) -> None:
+    def end(self, *, succeeded: bool) -> None:
         """After the step, also after a failed one."""
 
 
@@ -65,11 +67,11 @@ class NoSync:
     """The stage has no replicas."""
 
     is_sharded = False
-
-    def expect(self, unshards: int, reductions: int) -> None: ...
+    reduces = True
+    groups: Sequence[dist.ProcessGroup] = ()
 
     def begin(
-        self, seconds: float, earlier: MutableMapping[torch.Tensor, torch.Tensor] | None = None
+        self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool
     ) -> None: ...
 
     def unshard(self) -> None: ...
@@ -80,11 +82,12 @@ class NoSync:
 
     def reduce(self) -> None: ...
 
-    def finish(self) -> None: ...
+    def used(self) -> list[bool]:
+        return []
 
-    def give_up(self, message: str) -> None: ...
+    def finish(self, used: Sequence[bool], wait: Wait) -> None: ...
 
-    def end(self) -> None: ...
+    def end(self, *, succeeded: bool) -> None: ...
 
 
 def grad_sync(module: nn.Module) -> GradSync:
@@ -102,8 +105,19 @@ def grad_sync(module: nn.Module) -> GradSync:
     return NoSync()
 
 
-def expect_collectives(sync: GradSync, program: Program, stage: int) -> None:
-    """Tell a stage's synchronisation what a lowered program will ask of it."""
-    rank = program.placement.stage_to_rank[stage]
-    kinds = [action.kind for action in program.ranks[rank] if action.stage == stage]
-    sync.expect(kinds.count(Kind.UNSHARD), kinds.count(Kind.REDUCE_GRAD))
+def collective(sync: GradSync, kind: Kind) -> Callable[[], None] | None:
+    """What an action of a kind asks of a stage's synchronisation, if anything."""
+    if kind is Kind.UNSHARD:
+        return sync.unshard
+    if kind is Kind.RESHARD:
+        return sync.reshard
+    return sync.reduce if kind is Kind.REDUCE_GRAD else None
+
+
+def do_collectives(actions: Iterable[Action], syncs: dict[int, GradSync]) -> None:
+    """Do the collectives of a rank's program, and nothing else of it."""
+    for action in actions:
+        if action.stage in syncs:
+            run = collective(syncs[action.stage], action.kind)
+            if run is not None:
+                run()

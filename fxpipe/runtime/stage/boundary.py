@@ -20,6 +20,7 @@ import torch
 from fxpipe.errors import PipeliningShapeError
 from fxpipe.graph.interface import StageInterface
 from fxpipe.program import Edge, Edges
+from fxpipe.runtime.stage.dtensors import Layout
 from fxpipe.torch_inside import pytree
 
 __all__ = ["Boundary", "PortShape", "Skeleton", "bind_traced", "skeleton_of"]
@@ -33,9 +34,11 @@ class PortShape:
     shape: tuple[int, ...]
     dtype: torch.dtype
     has_gradient: bool
+    layout: Layout | None = None  # of a DTensor; the shape is that of its local part
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        of = "" if self.layout is None else f" of {self.layout}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{of}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ In:  one call of a torch function, as a torch-function mode sees it.
 Out: a `Call` (operation, input, weight, bias), or None if it must run as it is.
 
 Whatever is not recognised here is left to autograd, so a miss costs overlap, never a
-gradient. Left alone on purpose: tensor subclasses (DTensor), sparse and nested layouts,
+gradient. Left alone on purpose: tensor subclasses but DTensor, sparse and nested layouts,
 complex numbers, vectors, sparse embedding gradients, and weights that are computed
 from parameters.
 """
@@ -12,13 +12,14 @@ from parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from fxpipe.runtime.stage.dtensors import is_dtensor
 from fxpipe.runtime.stage.operations import (
     Convolution,
     Einsum,
@@ -30,7 +31,7 @@ from fxpipe.runtime.stage.operations import (
 )
 from fxpipe.torch_inside import base_of
 
-__all__ = ["DEFERRABLE", "Call", "recognise"]
+__all__ = ["DEFERRABLE", "Call", "is_leaf_parameter", "recognise"]
 
 
 class Call(NamedTuple):
@@ -53,20 +54,28 @@ def recognise(
         call = DEFERRABLE[function](*args, **kwargs)
     except (TypeError, AttributeError):
         return None  # a wrong call: let the function itself say so
-    if call is None or not _is_plain(call.x) or not _bias_fits(call.bias):
+    if call is None or not _fits(call):
         return None
     return call if type(call.operation) is Embedding else _in_one_dtype(call)
 
 
 def _is_trainable(tensor: object) -> bool:
-    return type(tensor) is Parameter and tensor.requires_grad and tensor.dtype.is_floating_point
+    return is_leaf_parameter(tensor) and tensor.requires_grad and tensor.dtype.is_floating_point
 
 
-def _is_plain(x: object) -> bool:
-    return type(x) in (Tensor, Parameter) and not x.is_nested and x.layout is torch.strided  # type: ignore[attr-defined]
+def is_leaf_parameter(tensor: object) -> TypeGuard[Parameter]:
+    """Whether it is a parameter, plain or a DTensor, and no other subclass."""
+    return type(tensor) is Parameter or (isinstance(tensor, Parameter) and is_dtensor(tensor))
 
 
-def _bias_fits(bias: Tensor | None) -> bool:
+def _fits(call: Call) -> bool:
+    x, weight, bias = call.x, call.weight, call.bias
+    if x.is_nested or x.layout is not torch.strided:
+        return False
+    if is_dtensor(weight):  # then the others are, too
+        return is_dtensor(x) and (bias is None or is_dtensor(bias))
+    if type(x) not in (Tensor, Parameter):
+        return False
     if bias is None or type(bias) is Parameter:
         return True
     return type(bias) is Tensor and not bias.requires_grad

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.runtime.stage.deferrable import DEFERRABLE, Call, recognise
+from fxpipe.runtime.stage.deferrable import DEFERRABLE, Call, is_leaf_parameter, recognise
 from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.operations import Operation
 from fxpipe.runtime.stage.weight_work import WeightWork, accumulate, modified, only
@@ -133,7 +133,7 @@ class Deferral(TorchFunctionMode):
     def _defer(self, call: Call) -> Tensor:
         operation, x, weight, bias = call
         for parameter in (weight, bias):
-            if type(parameter) is Parameter and id(parameter) not in self._deferred:
+            if is_leaf_parameter(parameter) and id(parameter) not in self._deferred:
                 self._deferred[id(parameter)] = parameter
                 if self._sink is not None:  # first met when a checkpointed region runs again
                     self._set_aside(parameter)

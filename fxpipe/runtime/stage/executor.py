@@ -8,8 +8,9 @@ knows its slots, its peer and its stage. A step only calls them. A value lives i
 its slot from its writer to its last reader; nothing is kept for later.
 
 When anything fails, on this rank or elsewhere, the executor drains: it finishes
-the transfers that the rest of the program owes its peers, with empty tensors, so
-that no rank waits for another and the process groups stay usable.
+the transfers that the rest of the program owes its peers, with empty tensors, and the
+collectives that it owes the replicas of its stages, so that no rank waits for another
+and the process groups stay usable.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from fxpipe.errors import InputError
 from fxpipe.program import Action, Edges, Kind, Program, Span, Value, ValueKind, reads, writes
 from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.parameters.sync import collective
 from fxpipe.runtime.stage.boundary import Boundary, PortShape
 from fxpipe.runtime.stage.stage_runner import StageRunner
 from fxpipe.runtime.wire.failure import Failure
@@ -66,6 +68,16 @@ class Hooks:
     version: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """A transfer."""
+
+    is_send: bool
+    value: Value
+    stage: int
+    peer: int
+
+
 class Executor:
     """The bound actions of one rank."""
 
@@ -78,6 +90,7 @@ class Executor:
         runners: Mapping[int, StageRunner],
         transport: Transport,
         hooks: Hooks,
+        max_sends: int | None = None,
     ) -> None:
         self.rank = rank
         self.position = 0
@@ -91,12 +104,13 @@ class Executor:
         self._runners = runners
         self._transport = transport
         self._hooks = hooks
+        self._max_sends = max_sends  # that are kept at once
         self._slot_of: dict[Value, int] = {}
         self._slots: list[Any] = []
         self._sent: dict[Value, Any] = {}
         self._proved = _proofs(program, edges, rank)
-        self._transfers: list[tuple[bool, Value, int]] = []  # is it a send, what, for which stage
-        self._moved = 0  # of these, in this step
+        self._owed: list[_Owed | Run] = []  # transfers and collectives: somebody waits for them
+        self._paid = 0  # of these, in this step
         self.bound: list[Run] = [self._with_hooks(action) for action in self._actions]
 
     def status(self) -> str:
@@ -119,33 +133,40 @@ class Executor:
         """Forget everything in flight."""
         self._slots = [None] * len(self._slots)
         self._sent.clear()
-        self._moved = self.position = 0
+        self._paid = self.position = 0
         for runner in self._runners.values():
             runner.clear()
 
     def finish(self) -> None:
-        """Wait until all that was sent has been read, and all gradients are averaged."""
+        """Wait until all that was sent has been read."""
         self._transport.finish()
-        for runner in self._runners.values():
-            runner.sync.finish()
         self._sent.clear()
 
     def drain(self) -> None:
-        """Do the transfers that are left, with empty tensors, and compute nothing."""
+        """Do what others wait for, in the program's order, and compute nothing.
+
+        Transfers that are left, with empty tensors, and the collectives of replicas.
+        """
         incoming = [value for value in self._slots if hasattr(value, "wait")]
-        for is_send, value, stage in self._transfers[self._moved :]:
-            device = self._runners[stage].device
-            if is_send:
-                shapes = self._shapes(value)
+        for owed in self._owed[self._paid :]:
+            if not isinstance(owed, _Owed):
+                owed()
+                continue
+            device, shapes = self._runners[owed.stage].device, self._shapes(owed.value)
+            if owed.is_send:
                 empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in shapes]
-                self._transport.send(self._stage_to_rank[value.peer], empty, _lane(value))
+                self._transport.send(owed.peer, empty, _lane(owed.value))
             else:
-                source = self._stage_to_rank[value.stage]
-                shapes = self._shapes(value)
-                incoming.append(self._transport.recv(source, shapes, device, _lane(value)))
+                incoming.append(self._transport.recv(owed.peer, shapes, device, _lane(owed.value)))
         for pending in incoming:
             pending.wait()
         self._transport.finish()
+
+    def drain_collectives(self) -> None:
+        """The same where all ranks are of one process: only replicas wait."""
+        for owed in self._owed[self._paid :]:
+            if not isinstance(owed, _Owed):
+                owed()
 
     # Binding: one function per action.
 
@@ -158,7 +179,7 @@ class Executor:
             parts = tuple((part, self._bind(part)) for part in action.parts)
             module = self._runners[action.stage].module
             context = ActionContext(action, self.rank, module, run, parts)
-            run = partial(self._run_instead, instead, context, len(self._transfers))
+            run = partial(self._run_instead, instead, context, len(self._owed))
         if not before and not after:
             return run
 
@@ -172,10 +193,10 @@ class Executor:
         return wrapped
 
     def _run_instead(
-        self, instead: Callable[[ActionContext], None], context: ActionContext, transfers: int
+        self, instead: Callable[[ActionContext], None], context: ActionContext, owed: int
     ) -> None:
         instead(context)
-        if context.action.kind.is_transfer and self._moved < transfers:
+        if context.action.kind.is_transfer and self._paid < owed:
             raise InputError(
                 f"the function that replaces {context.action.kind.text} did not call "
                 f"context.default() for {context.action}, so another rank would wait for it"
@@ -191,12 +212,9 @@ class Executor:
         if kind.is_recv:
             return self._bind_recv(writes(action, self._edges)[0], stage)
         runner = self._runners[stage]
-        if kind is Kind.UNSHARD:
-            return runner.sync.unshard
-        if kind is Kind.RESHARD:
-            return runner.sync.reshard
-        if kind is Kind.REDUCE_GRAD:
-            return runner.sync.reduce
+        ask = collective(runner.sync, kind)
+        if ask is not None:
+            return self._bind_collective(ask)
         assert microbatch is not None
         if kind.is_offload:
             return partial(runner.offload if kind is Kind.OFFLOAD else runner.reload, microbatch)
@@ -251,12 +269,15 @@ class Executor:
     def _bind_send(self, value: Value, stage: int) -> Run:
         slot, peer = self._slot(value), self._stage_to_rank[value.peer]
         send, sent, lane = self._transport.send, self._sent, _lane(value)
-        self._transfers.append((True, value, stage))
-        moved = len(self._transfers)
+        paid = self._owe(_Owed(True, value, stage, peer))
+
+        max_sends, release = self._max_sends, self._transport.release
 
         def run() -> None:
+            while max_sends is not None and len(sent) >= max_sends:
+                release(sent.pop(next(iter(sent))))
             handle = send(peer, self._slots[slot], lane)
-            self._moved = moved
+            self._paid = paid
             self._slots[slot] = None
             if handle is not None:
                 sent[value] = handle
@@ -271,14 +292,26 @@ class Executor:
             self._transport.recv,
         )
         lane = _lane(value)
-        self._transfers.append((False, value, stage))
-        moved = len(self._transfers)
+        paid = self._owe(_Owed(False, value, stage, peer))
 
         def run() -> None:
             self._slots[slot] = recv(peer, shapes, device, lane)
-            self._moved = moved
+            self._paid = paid
 
         return run
+
+    def _bind_collective(self, ask: Run) -> Run:
+        paid = self._owe(ask)
+
+        def run() -> None:
+            ask()
+            self._paid = paid
+
+        return run
+
+    def _owe(self, owed: _Owed | Run) -> int:
+        self._owed.append(owed)
+        return len(self._owed)
 
     def _shapes(self, value: Value) -> Sequence[TensorShape]:
         if value.kind is ValueKind.ACTIVATION:

@@ -44,6 +44,8 @@ class Stage(Protocol):
     num_stages: int
     device: torch.device
     dw_builder: Callable[[], Callable[..., None]] | None
+    get_mesh: Callable[..., Any] | None
+    output_grads: tuple[Any, ...] | None
     front: Front
 
     @property

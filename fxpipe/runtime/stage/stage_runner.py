@@ -22,6 +22,7 @@ from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.runtime.parameters.sync import GradSync, grad_sync
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.deferral import Deferral, can_defer
+from fxpipe.runtime.stage.dtensors import Layout, as_dtensor, find_mesh, local_part
 from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.offload import SavedTensors
@@ -97,6 +98,8 @@ class StageRunner:
                 stage.stage_index,
             )
         self._wiring: Sequence[Wiring] = ()
+        self._spreads = False  # whether a DTensor arrives or leaves
+        self._meshes: dict[Layout, Any] = {}
         self._residuals: dict[int, _Residual] = {}
         self._deferred: dict[int, Callable[[], object]] = {}
         self._step: StepData | None = None
@@ -112,6 +115,7 @@ class StageRunner:
     ) -> None:
         """Take the inputs of a step; one entry per microbatch."""
         self._step, self._wiring, self._args, self._kwargs = step, wiring, args, kwargs
+        self._spreads = any(p.layout for one in wiring[:1] for p in (*one.received, *one.sent))
         step.modules.append(self.module)
 
     def clear(self) -> None:
@@ -131,6 +135,9 @@ class StageRunner:
         slots: Slots | None = None
         if step.is_training and any(wiring.wants):
             received, slots = receive(received, wiring.wants)
+        if self._spreads:
+            ports = zip(received, wiring.received, strict=True)
+            received = [as_dtensor(tensor, p.layout, self._mesh(p.layout)) for tensor, p in ports]
         deferral = Deferral() if step.is_training and microbatch in self._split else None
         args, kwargs = self._args[microbatch], self._kwargs[microbatch]
         context = forward_context(self.stage, microbatch)
@@ -173,6 +180,13 @@ class StageRunner:
         assert saved is not None
         saved.reload()
 
+    def _mesh(self, layout: Layout | None) -> Any:
+        if layout is None:
+            return None
+        if layout not in self._meshes:
+            self._meshes[layout] = find_mesh(self.stage, layout)
+        return self._meshes[layout]
+
     def backward(self, microbatch: int, arrived: list[Tensors]) -> list[Tensors]:
         made, rest = self._backward(microbatch, arrived)
         self._weights(rest)
@@ -213,16 +227,16 @@ class StageRunner:
         return term
 
     def _outgoing(self, wiring: Wiring, output: Any) -> Tensors:
-        sent = self._front.tensors(output, wiring.outgoing, self.stage.stage_index)
+        index = self.stage.stage_index
+        sent = self._front.tensors(output, wiring.outgoing, index)
+        if self._spreads or any(type(tensor) is not torch.Tensor for tensor in sent):
+            sent = [
+                local_part(tensor, port.layout, f"{port.name!r} of stage {index}")
+                for tensor, port in zip(sent, wiring.sent, strict=True)
+            ]
         for tensor, port in zip(sent, wiring.sent, strict=True):
             if tensor.shape != port.shape or tensor.dtype != port.dtype:
                 self._misfits(sent, wiring.sent)
-            if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
-                raise InputError(
-                    f"stage {self.stage.stage_index} returned a DTensor for {port.name!r}: only "
-                    "plain tensors cross a boundary; return its local part (to_local()) and make "
-                    "it a DTensor again in the next stage (DTensor.from_local)"
-                )
         return sent
 
     def _check_fresh(self, microbatch: int, sent: Tensors) -> None:

@@ -81,11 +81,13 @@ class StreamTransport:
         del number  # messages are told apart by their order alone
         self._deadline = deadline
 
-    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> None:
+    def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> _Transfer:
         self._tidy()
         dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         works = [self._lanes[lane].send([as_bytes(t)], peer, 0) for t in dense]
-        self._sent.append(_Transfer(peer, dense, works))
+        sent = _Transfer(peer, dense, works)
+        self._sent.append(sent)
+        return sent
 
     def recv(
         self, peer: int, shapes: Sequence[TensorShape], device: torch.device, lane: int = 0
@@ -96,18 +98,21 @@ class StreamTransport:
         self._received.append(_Transfer(peer, [], works))
         return _Arriving(peer, tensors, works, self._tidy)
 
-    def release(self, handle: Any) -> None:
-        del handle
+    def release(self, handle: _Transfer) -> None:
+        """Let go of what was sent: the device waits until it has been read, the host does not."""
+        for work in handle.works if handle.tensors else ():
+            work.wait()
+        handle.tensors.clear()
 
     def held(self) -> int:
         """The number of sent messages whose memory is still kept."""
         self._tidy()
-        return len(self._sent)
+        return sum(1 for transfer in self._sent if transfer.tensors)
 
     def _tidy(self) -> None:
         for transfers in (self._sent, self._received):
             while transfers and transfers[0].is_done:
-                transfers.popleft()
+                transfers.popleft().tensors.clear()
 
     def finish(self) -> None:
         """Wait on the host until every message of the step has arrived."""

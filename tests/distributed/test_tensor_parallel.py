@@ -1,0 +1,180 @@
+"""Pipelines of tensor-parallel stages: DTensors cross boundaries, and weights are DTensors."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fxpipe import InputError, PipelineStage, get_schedule_class, pipeline
+from fxpipe.runtime.stage.deferral import Deferral
+from tests.distributed.bodies import layout, mse, rand
+from tests.distributed.ranks import run_on_ranks
+from tests.runtime.training import assert_close
+
+WIDTH, ROWS, LENGTH = 8, 8, 6
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Gather(nn.Module):
+    """The last stage's end: whatever arrives becomes a whole plain tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Any = self.inner(x)
+        return made.full_tensor() if hasattr(made, "full_tensor") else made
+
+
+def parallelized(module: nn.Module, mesh: Any, style: str) -> nn.Module:
+    """The usual plan: columns, then rows; between blocks replicated, or shards of the sequence."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    if style == "replicated":
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return parallelize_module(module, mesh, plan)
+    is_local = style == "local shards"
+    plan = {
+        "": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=False
+        ),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    del Replicate
+    made = parallelize_module(module, mesh, plan)
+    if is_local:
+        made.register_forward_hook(lambda _, __, output: output.to_local())
+    return made
+
+
+class Scatter(nn.Module):
+    """The first stage's begin: this rank's shard of the sequence."""
+
+    def __init__(self, inner: nn.Module, mesh: Any) -> None:
+        super().__init__()
+        self.inner, self.mesh = inner, mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        spread = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        made: Tensor = self.inner(spread.redistribute(self.mesh, [Shard(1)]))
+        return made
+
+
+def train(rank: int, schedule: str, style: str, is_traced: bool) -> int:
+    """Two pipelines that share every stage; gradients are those of the plain model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    tp, pp = mesh["tp"], mesh["pp"].get_group()
+    indices, num_stages = layout(schedule, rank // 2, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mlp() for _ in range(num_stages)))
+    plain = copy.deepcopy(model)
+    x, y = rand(ROWS, LENGTH, WIDTH), rand(ROWS, LENGTH, WIDTH, seed=2)
+    stages = []
+    held: dict[int, nn.Module] = {}
+    pipe = pipeline(model, (x[:2],), num_stages=num_stages) if is_traced else None
+    for i in indices:
+        module = model[i] if pipe is None else pipe.get_stage_module(i)
+        block: Any = module if pipe is None else next(m for m in module.modules() if type(m) is Mlp)
+        parallelized(block, tp, style)
+        held[i] = block
+        if pipe is not None:
+            stages.append(pipe.build_stage(i, "cpu", pp))
+            continue
+        if style != "replicated":
+            module = Scatter(module, tp) if i == 0 else module
+            module = Gather(module) if i == num_stages - 1 else module
+        stages.append(PipelineStage(module, i, num_stages, "cpu", group=pp))
+    deferred = []
+    noted = Deferral._defer
+
+    def note(self: Deferral, call: Any) -> Tensor:
+        deferred.append(type(call.weight).__name__)
+        return noted(self, call)
+
+    Deferral._defer = note
+    try:
+        made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
+        mse(plain(x), y).backward()
+        for step in (1, 2):
+            made.step(x, target=y)
+            for i, block in held.items():
+                for (name, p), q in zip(
+                    block.named_parameters(), plain[i].parameters(), strict=True
+                ):
+                    grad: Any = p.grad
+                    whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                    assert_close(whole, step * q.grad, f"stage {i} {name}")
+    finally:
+        Deferral._defer = noted
+    return deferred.count("DTensor")
+
+
+@pytest.mark.parametrize("style", ["replicated", "shards"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_dtensors_cross_boundaries(schedule: str, style: str) -> None:
+    deferred = run_on_ranks(4, train, schedule, style, False)
+
+    # Split backwards defer DTensor weights as others; without a split there is nothing to defer.
+    assert all(deferred) if schedule == "ZBVZeroBubble" else not any(deferred)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B"])
+def test_traced_stages_hand_on_what_tensor_parallel_modules_return(schedule: str) -> None:
+    run_on_ranks(4, train, schedule, "replicated", True)
+
+
+def without_mesh(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x.to_local() if isinstance(x, DTensor) else x)
+            return made if rank else DTensor.from_local(made, mesh["tp"], [Shard(0)])
+
+    def stage(get_mesh: Any) -> PipelineStage:
+        return PipelineStage(Spread(), rank, 2, "cpu", group=dist.group.WORLD, get_mesh=get_mesh)
+
+    x = rand(ROWS, WIDTH)
+    with pytest.raises(InputError, match=r"has no such mesh: give PipelineStage\(..., get_mesh="):
+        get_schedule_class("1F1B")(stage(None), 4, loss_fn=mse).step(x, target=x)
+    get_schedule_class("1F1B")(stage(lambda names, sizes: mesh[names]), 4, loss_fn=mse).step(
+        x, target=x
+    )
+
+
+def test_a_mesh_that_the_receiver_does_not_know_is_asked_for() -> None:
+    run_on_ranks(2, without_mesh)

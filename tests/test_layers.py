@@ -67,9 +67,8 @@ ROOMS = {
         {"guard"},
         {"record"},
         {"capture"},
-        {"flow"},
         {"cut"},
-        {"pipe", "info", "saved_split", "pipe_text", "flops", "check"},
+        {"pipe", "info", "pipe_text", "flops", "check"},
     ),
 }
 

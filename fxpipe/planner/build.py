@@ -20,8 +20,8 @@ from torch import nn
 
 from fxpipe.errors import PlanError, SplitError
 from fxpipe.graph.capture.capture import capture
+from fxpipe.graph.info import SavedSplit
 from fxpipe.graph.pipe import Pipe
-from fxpipe.graph.saved_split import SavedSplit
 from fxpipe.planner.checkpointing import apply_checkpointing
 from fxpipe.planner.cost.training import Training
 from fxpipe.planner.search.option import Option

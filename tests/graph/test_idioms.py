@@ -16,8 +16,8 @@ from torch import nn
 from fxpipe import SplitPoint, pipeline
 from fxpipe.errors import InputError, PipeliningShapeError, SplitError, TraceError
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.cut import Assignment
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.cut.cut import Assignment
+from fxpipe.graph.cut.flow import work_nodes
 
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
 AT_B = {"b": SplitPoint.BEGINNING}

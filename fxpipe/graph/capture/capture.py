@@ -32,10 +32,9 @@ from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.graph_calls import Refusal
 from fxpipe.graph.record.leaf_runs import DATA_DEPENDENT
-from fxpipe.graph.record.messages import a_value_decides
-from fxpipe.graph.sandbox.places import Places
+from fxpipe.graph.sandbox.restore import Places
 from fxpipe.graph.sizes.dynamic_shapes import Wishes, read_wishes
-from fxpipe.graph.source_line import failing_frame
+from fxpipe.graph.source_line import a_value_decides, failing_frame
 
 __all__ = ["capture", "capture_for"]
 

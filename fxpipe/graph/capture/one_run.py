@@ -32,8 +32,7 @@ from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
-from fxpipe.graph.sandbox.places import Places
-from fxpipe.graph.sandbox.restore import preserved, preserved_values
+from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values
 from fxpipe.graph.sizes.dynamic_shapes import Wishes
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, local_tensor

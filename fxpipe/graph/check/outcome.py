@@ -34,8 +34,7 @@ from fxpipe.graph.nested import (
     walk,
 )
 from fxpipe.graph.record.state_writes import hook_count
-from fxpipe.graph.sandbox.places import Places
-from fxpipe.graph.sandbox.restore import preserved
+from fxpipe.graph.sandbox.restore import Places, preserved
 from fxpipe.torch_inside import (
     BUFFERS,
     MODULES,

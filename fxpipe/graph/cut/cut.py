@@ -18,10 +18,10 @@ from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.capture.traced_graph import TracedGraph
+from fxpipe.graph.cut.flow import Flow, is_free, work_nodes
 from fxpipe.graph.cut.recompute import choose_repeated
 from fxpipe.graph.cut.shared_buffers import check_state_writes
 from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
-from fxpipe.graph.flow import Flow, is_free, work_nodes
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.record.graph_calls import AgreedPart, Hooked, Kept, Observed

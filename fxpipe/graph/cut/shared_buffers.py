@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.flow import Flow
+from fxpipe.graph.cut.flow import Flow
 from fxpipe.torch_inside import NormBase, buffers_of, parameters_of, transient_buffers
 
 __all__ = ["check_state_writes"]

@@ -20,8 +20,8 @@ from torch import fx
 from fxpipe.graph.arguments import map_arguments, new_graph
 from fxpipe.graph.capture.train_eval import TrainingFlag, flag_of
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
+from fxpipe.graph.cut.flow import Flow, as_tensor
 from fxpipe.graph.facts import Ambient, Facts, NodeFacts
-from fxpipe.graph.flow import Flow, as_tensor
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.nested import branch, mutable_parts
 from fxpipe.graph.record.attention_masks import MaskCall, may_be_none

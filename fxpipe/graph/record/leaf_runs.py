@@ -6,24 +6,29 @@ that hold under the conditions that it met on the way. Two leaves are equal if t
 the same class, the same shapes of parameters and buffers, the same plain attributes (a
 layer's own index aside) and get the same kind of arguments: then the outputs look alike,
 and the second leaf does not run. Code that may call `pipe_split()` always runs.
+
+A leaf may append to a list or fill a cache that other code reads later (`Handed`). What it
+changed becomes a node of its own in front of the call, and later readers read it "after" the call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpipe.graph.nested import contents, map_leaves, walk
+from fxpipe.graph.nested import contents, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, storage_of
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
-from fxpipe.graph.record.graph_calls import Scripted
+from fxpipe.graph.record.graph_calls import Scripted, given
+from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another
@@ -39,7 +44,13 @@ from fxpipe.torch_inside import (
     version_of,
 )
 
-__all__ = ["DATA_DEPENDENT", "LeafOutcome", "LeafRuns", "run_operation"]
+__all__ = [
+    "DATA_DEPENDENT",
+    "Handed",
+    "LeafOutcome",
+    "LeafRuns",
+    "run_operation",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,3 +281,49 @@ def run_operation(
         if isinstance(error, DATA_DEPENDENT):
             raise ValueDecidesError(explain()) from None
         raise
+
+
+class Handed:
+    """The lists, dicts and objects that a leaf is given, and may change."""
+
+    def __init__(
+        self, tape: Tape, argument: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self._tape = tape
+        self._call = (args, kwargs)
+        parts = [part for part in mutable_parts((args, kwargs)) if part is not kwargs]
+        self._before = [(part, contents(part)) for part in parts]
+        self._holders = [argument(part) for part in parts]
+        self._changed: list[tuple[Any, fx.Node]] = []
+
+    def look(self, node_args: Any, node_kwargs: Any) -> tuple[Any, Any]:
+        """Return the graph arguments with a node for each part that the call changed."""
+        args, kwargs = self._call
+        for (part, before), holder in zip(self._before, self._holders, strict=True):
+            if contents(part) != before:
+                if not isinstance(holder, fx.Node):
+                    holder = self._tape.write("call_function", given, (holder,), {})
+                    node_args = _with_holder(args, node_args, part, holder)
+                    node_kwargs = _with_holder(kwargs, node_kwargs, part, holder)
+                self._changed.append((part, holder))
+        return node_args, node_kwargs
+
+    def note(self, node: fx.Node) -> None:
+        """Remember that the call, by now a node, changed what `look` found."""
+        for part, holder in self._changed:
+            self._tape.object_changed(part, holder, node)
+
+
+def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:
+    """Return a graph argument in which one list or dict of the value is a node of its own."""
+    if value is part:
+        return holder
+    if type(value) in (tuple, list) and not isinstance(argument, fx.Node):
+        return type(value)(map(_with_holder, value, argument, *_repeated(part, holder)))
+    if type(value) is dict and not isinstance(argument, fx.Node):
+        return {key: _with_holder(value[key], argument[key], part, holder) for key in value}
+    return argument
+
+
+def _repeated(*values: Any) -> list[Iterator[Any]]:
+    return [itertools.repeat(value) for value in values]

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.sandbox.patches import patched
-from fxpipe.graph.source_line import is_users, user_frame
+from fxpipe.graph.source_line import an_effect, is_users, user_frame
 
 __all__ = ["Chance", "Draw", "watched_draws"]
 

@@ -50,15 +50,7 @@ from fxpipe.graph.record.graph_calls import (
     Scripted,
     function_modes,
 )
-from fxpipe.graph.record.leaf_runs import LeafOutcome, LeafRuns, run_operation
-from fxpipe.graph.record.messages import (
-    a_decisive_draw,
-    a_draw,
-    a_value_decides,
-    an_effect,
-    an_unknown_tensor,
-)
-from fxpipe.graph.record.mutable_arguments import Handed
+from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns, run_operation
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
 from fxpipe.graph.record.state_writes import Carried, StateWatch, moved_settings
@@ -76,7 +68,15 @@ from fxpipe.graph.record.torch_functions import (
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import Seer, observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes
-from fxpipe.graph.source_line import is_users, user_frame
+from fxpipe.graph.source_line import (
+    a_decisive_draw,
+    a_draw,
+    a_value_decides,
+    an_effect,
+    an_unknown_tensor,
+    is_users,
+    user_frame,
+)
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, version_of
 
 __all__ = ["Trace"]
@@ -417,11 +417,8 @@ class Trace(TorchFunctionMode, Seer):
                 return leaf
             return made if leaf.requires_grad else made.detach()
 
-        self._busy = True
-        try:
+        with self._unseen():
             return dataclasses.replace(outcome, output=map_leaves(one, outcome.output))
-        finally:
-            self._busy = False
 
     def _check_parts(self, node: fx.Node, output: Any) -> None:
         """Have the stage compare the numbers and flags among what a leaf returns."""
@@ -466,7 +463,8 @@ class Trace(TorchFunctionMode, Seer):
             raise TraceError(an_effect(effect, user_frame()))
         if getattr(func, "__name__", "") == "register_hook":
             self._hook(args[0], args[1] if len(args) > 1 else kwargs["hook"])
-            return self._quietly(func, args, kwargs)
+            with self._unseen():
+                return func(*args, **kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
         output, is_agreed = self._run_or_follow(func, args, kwargs, real)
@@ -550,29 +548,25 @@ class Trace(TorchFunctionMode, Seer):
     def _agreed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what a function says about the example; the stage will check that."""
         assert self._example is not None
-        self._busy = True
-        try:
+        with self._unseen():
             result = self._example.result(func, args, kwargs)
-        finally:
-            self._busy = False
-        place = user_frame()
         node_args = self._argument((result, *plain_tuples(args)))
-        self.tape.write("call_function", Agreed(func, place), node_args, self._argument(kwargs))
+        check = Agreed(func, user_frame())
+        self.tape.write("call_function", check, node_args, self._argument(kwargs))
         return result
 
     def _agreed_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a function's output with the sizes that it has for the example."""
         assert self._example is not None
-        self._busy = True
-        try:
+        with self._unseen():
             return self._example.sizes(func, args, kwargs)
-        finally:
-            self._busy = False
 
-    def _quietly(self, func: Any, args: Any, kwargs: Any) -> Any:
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Have functions run without being written down, until exit."""
         self._busy = True
         try:
-            return func(*args, **kwargs)
+            yield
         finally:
             self._busy = False
 
@@ -580,13 +574,10 @@ class Trace(TorchFunctionMode, Seer):
         return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
     def _run(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
-        self._busy = True
-        try:
+        with self._unseen():
             return run_operation(
                 self._leaves, func, args, kwargs, real=real, explain=self._data_dependent
             )
-        finally:
-            self._busy = False
 
     def _argument(self, value: Any) -> Any:
         with self._explained():

@@ -47,9 +47,8 @@ from fxpipe.graph.record.graph_calls import (
     after,
     overwrite,
 )
-from fxpipe.graph.record.messages import an_effect
 from fxpipe.graph.record.python_random import Draw
-from fxpipe.graph.source_line import user_frame
+from fxpipe.graph.source_line import an_effect, user_frame
 from fxpipe.torch_inside import FakeTensor, memory_of
 
 __all__ = [

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from fxpipe.graph.capture.traced_graph import TracedGraph
+from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.facts import Facts
-from fxpipe.graph.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.tape import Rebuild

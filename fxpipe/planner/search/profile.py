@@ -31,7 +31,7 @@ from torch import fx, nn
 from fxpipe.errors import PlanError
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.planner.cost.measured import Measured, Profile, fingerprint_of
 from fxpipe.planner.cost.node_runs import Bench, Call

@@ -23,7 +23,7 @@ from fxpipe.errors import PlanError
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware

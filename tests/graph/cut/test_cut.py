@@ -10,7 +10,7 @@ from fxpipe import SplitError, SplitPoint, pipe_split, pipeline
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.cut import Assignment, by_markers, cut
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.cut.flow import work_nodes
 from tests.parity import assert_parity
 
 X = torch.randn(4, 8)

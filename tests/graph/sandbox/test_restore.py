@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe import TraceError, pipe_split, pipeline
 from fxpipe.graph.sandbox.fake import probe
-from fxpipe.graph.sandbox.places import Places
-from fxpipe.graph.sandbox.restore import preserved, preserved_values
+from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values
 
 X = torch.randn(4, 8)
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.graph.cut.cut import Assignment
-from fxpipe.graph.flow import work_nodes
+from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.training import Training

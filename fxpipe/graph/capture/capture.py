@@ -273,10 +273,7 @@ def _in_both_modes(
         assert len(fixed.dims) < len(settings.wishes.dims)
         why = "without sizes that one mode fixes and the other leaves open"
         raise OtherSettings(dataclasses.replace(settings, wishes=fixed, why=why))
-    merge_modes(
-        training.graph, training.facts, evaluation.graph, evaluation.facts,
-        training.flags | evaluation.flags,
-    )  # fmt: skip
+    merge_modes(training, evaluation)
     return _joined(training, evaluation)
 
 
@@ -290,7 +287,7 @@ def _follow_dtypes(
     task: Task, settings: Settings, training: bool | None, traced: TracedGraph
 ) -> None:
     """Let dtypes that opened code read off a tensor follow it; see `dtype_following`."""
-    cast = dtypes_to_follow(traced.graph, traced.facts)
+    cast = dtypes_to_follow(traced)
     if not cast:
         return
     text = ", ".join(f"{old} as {new}" for old, new in cast.items())
@@ -300,7 +297,7 @@ def _follow_dtypes(
     except Exception as error:
         _log.info("the model does not run with %s; its dtypes are fixed: %s", text, error)
         return
-    if not link_dtypes(task.module, traced.graph, traced.facts, other.graph, cast):
+    if not link_dtypes(traced, other.graph, cast):
         _log.info("the model is another graph with %s; its dtypes are fixed", text)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.graph.arguments import leaves_of, map_pairs
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Ambient, Facts
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.record.graph_calls import TracedDtype, dtype_of
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 HEAVY = ("matmul", "mm", "bmm", "linear", "conv", "einsum", "attention", "addmm", "baddbmm")
+Cast = Mapping[torch.dtype, torch.dtype]
 _LIMITS = ("min", "max", "eps", "tiny")
 _OTHER = {
     torch.float64: torch.float32,
@@ -43,11 +45,11 @@ _OTHER = {
 }
 
 
-def dtypes_to_follow(graph: fx.Graph, facts: Facts) -> dict[torch.dtype, torch.dtype]:
+def dtypes_to_follow(traced: TracedGraph) -> Cast:
     """Return the dtypes that opened code may have read off a tensor, and others to try."""
     found: dict[torch.dtype, torch.dtype] = {}
-    for node in graph.nodes:
-        read = facts[node].dtypes_read
+    for node in traced.graph.nodes:
+        read = traced.facts[node].dtypes_read
         for value in leaves_of((node.args, node.kwargs)) if read else ():
             for dtype in read:
                 if dtype in _OTHER and (value is dtype or _limit(value, dtype) is not None):
@@ -55,7 +57,7 @@ def dtypes_to_follow(graph: fx.Graph, facts: Facts) -> dict[torch.dtype, torch.d
     return found
 
 
-def cast_inputs(named: Mapping[str, Any], cast: Mapping[torch.dtype, torch.dtype]) -> Any:
+def cast_inputs(named: Mapping[str, Any], cast: Cast) -> Any:
     """Return inputs like the given ones in other dtypes."""
 
     def one(leaf: Any) -> Any:
@@ -67,58 +69,42 @@ def cast_inputs(named: Mapping[str, Any], cast: Mapping[torch.dtype, torch.dtype
     return map_leaves(one, dict(named)) if cast else named
 
 
-def link_dtypes(
-    module: nn.Module,
-    ours: fx.Graph,
-    facts: Facts,
-    theirs: fx.Graph,
-    cast: Mapping[torch.dtype, torch.dtype],
-) -> bool:
+def link_dtypes(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> bool:
     """Have what differs follow the model; False if the graphs do not compare."""
+    ours = traced.graph
     pairs = list(zip(ours.nodes, theirs.nodes, strict=False))
     if len(ours.nodes) != len(theirs.nodes) or any(
         (a.op, function_name(a)) != (b.op, function_name(b)) for a, b in pairs
     ):
         return False
-    link = _Link(module, facts, cast)
     for a, b in pairs:
-        a.args = link.argument(a.args, b.args, a)
-        a.kwargs = link.argument(a.kwargs, b.kwargs, a)
+
+        def one(ours: Any, theirs: Any, node: fx.Node = a) -> Any:
+            for dtype, other in cast.items():
+                limit = _limit(ours, dtype)
+                if ours is dtype and theirs is other:
+                    return _following(traced, node, dtype, None)
+                if limit is not None and theirs == getattr(torch.finfo(other), limit):
+                    return _following(traced, node, dtype, limit)
+            return ours
+
+        a.args, a.kwargs = map_pairs(one, a.args, b.args), map_pairs(one, a.kwargs, b.kwargs)
     return True
 
 
-class _Link:
-    def __init__(
-        self, module: nn.Module, facts: Facts, cast: Mapping[torch.dtype, torch.dtype]
-    ) -> None:
-        self._module = module
-        self._facts = facts
-        self._cast = cast
-
-    def argument(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
-        def one(ours: Any, theirs: Any) -> Any:
-            for dtype, other in self._cast.items():
-                if ours is dtype and theirs is other:
-                    return self._following(node, dtype, None)
-                limit = _limit(ours, dtype)
-                if limit is not None and theirs == getattr(torch.finfo(other), limit):
-                    return self._following(node, dtype, limit)
-            return ours
-
-        return map_pairs(one, ours, theirs)
-
-    def _following(self, node: fx.Node, dtype: torch.dtype, limit: str | None) -> fx.Node:
-        source = self._facts[node].dtypes_read.get(dtype)
-        with node.graph.inserting_before(node):
-            if source is None or keeps_parameter_dtype(self._module, self._facts, source):
-                target: Any = TracedDtype(dtype, limit)
-                made = node.graph.create_node("call_function", target, (), {})
-            else:
-                args: Any = (source, limit)
-                made = node.graph.create_node("call_function", dtype_of, args, {})
-        value = dtype if limit is None else getattr(torch.finfo(dtype), limit)
-        self._facts[made] = replace(self._facts[node].origin, spec=value)
-        return made
+def _following(
+    traced: TracedGraph, node: fx.Node, dtype: torch.dtype, limit: str | None
+) -> fx.Node:
+    facts = traced.facts
+    source = facts[node].dtypes_read.get(dtype)
+    with node.graph.inserting_before(node):
+        if source is None or keeps_parameter_dtype(traced.module, facts, source):
+            made = node.graph.call_function(TracedDtype(dtype, limit))
+        else:
+            made = node.graph.call_function(dtype_of, (source, limit))
+    value = dtype if limit is None else getattr(torch.finfo(dtype), limit)
+    facts[made] = replace(facts[node].origin, spec=value)
+    return made
 
 
 def _limit(value: Any, dtype: torch.dtype) -> str | None:

@@ -25,6 +25,7 @@ from torch import fx
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.arguments import map_pairs
+from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import walk
@@ -56,38 +57,23 @@ def flag_of(owner: str, flags: Collection[str]) -> str:
     return owner if owner in flags or not flags else min(flags)
 
 
-def merge_modes(
-    training: fx.Graph,
-    facts: Facts,
-    evaluation: fx.Graph,
-    their_facts: Facts,
-    flags: Collection[str],
-) -> None:
+def merge_modes(training: TracedGraph, evaluation: TracedGraph) -> None:
     """Change the graph of a trace in training mode so that it also evaluates.
-
-    `flags` are the modules whose training flag the code asked for.
 
     Raises:
         TraceError: the two modes differ in a way that one graph cannot express.
     """
-    _Merge(training, facts, evaluation, their_facts, flags).run()
+    _Merge(training, evaluation).run()
 
 
 class _Merge:
-    def __init__(
-        self,
-        training: fx.Graph,
-        facts: Facts,
-        evaluation: fx.Graph,
-        their_facts: Facts,
-        flags: Collection[str],
-    ) -> None:
-        self._flags = flags
-        self._graph = training
-        self._facts = facts
-        self._their_facts = their_facts
-        self._ours = list(training.nodes)
-        self._theirs = list(evaluation.nodes)
+    def __init__(self, training: TracedGraph, evaluation: TracedGraph) -> None:
+        self._flags = training.flags | evaluation.flags
+        self._graph = training.graph
+        self._facts = training.facts
+        self._their_facts = evaluation.facts
+        self._ours = list(training.graph.nodes)
+        self._theirs = list(evaluation.graph.nodes)
         # From nodes of the evaluation graph to nodes of the result.
         self._counterpart: dict[fx.Node, fx.Node] = {}
         self._choices: dict[Any, fx.Node] = {}

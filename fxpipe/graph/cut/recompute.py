@@ -26,7 +26,6 @@ __all__ = ["choose_repeated"]
 # Computing a byte costs this much less than sending it.
 _CHEAPER = 32
 _LARGEST_CHAIN = 200
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential")
 
 
 def choose_repeated(flow: Flow) -> list[list[str]]:
@@ -124,24 +123,19 @@ def _stand_in(
 
 def _is_repeatable(flow: Flow, node: fx.Node) -> bool:
     known = flow.facts[node]
-    is_changed = bool(known.changes) or known.storage is not None
+    is_changed = bool(known.changes) or known.storage is not None or known.draws
     if flow.facts.has_gradient(node) or known.mode is not None or is_changed or known.regions:
         return False
     if node.op == "call_module":
         return _is_table(flow.traced.module.get_submodule(str(node.target)))
-    name = function_name(node)
-    return not any(word in name for word in _RANDOM) and not any(
-        name.startswith(word) for word in HEAVY
-    )
+    return not function_name(node).startswith(HEAVY)
 
 
 def _is_table(module: nn.Module) -> bool:
     """Say whether a module only turns its inputs and fixed tables into other tables."""
     if any(True for _ in module.parameters()) or module.state_dict():
         return False
-    return any(True for _ in module.buffers()) and not any(
-        "drop" in type(part).__name__.lower() for part in module.modules()
-    )
+    return any(True for _ in module.buffers())
 
 
 def _bytes(flow: Flow, node: fx.Node) -> float:

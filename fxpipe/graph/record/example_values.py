@@ -28,7 +28,6 @@ from torch import fx, nn
 from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
 from fxpipe.graph.record.attention_masks import MaskCall
-from fxpipe.graph.record.constant_values import RANDOM
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another, filled
@@ -293,13 +292,9 @@ class ExampleValues:
     def _check(self, node: fx.Node) -> None:
         if node.op == "get_attr" and str(node.target) not in dict(self._module.named_buffers()):
             raise NoValueError
-        if node.op == "call_module":
-            part = self._module.get_submodule(str(node.target))
-            is_random = any("drop" in type(p).__name__.lower() for p in part.modules())
-            if is_random or any(True for _ in part.parameters()):
-                raise NoValueError
-        name = getattr(node.target, "__name__", node.target)
-        if node.op in ("call_function", "call_method") and name in RANDOM:
+        is_leaf = node.op == "call_module"
+        part = self._module.get_submodule(str(node.target)) if is_leaf else nn.Module()
+        if self._tape.facts[node].draws or any(True for _ in part.parameters()):
             raise NoValueError
 
     def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, Any]) -> Any:

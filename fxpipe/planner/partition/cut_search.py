@@ -1,10 +1,11 @@
-"""Improve a division into stages step by step, and prove that none is better.
+"""Find the chain of positions with the quickest slowest rank, and prove that none is better.
 
-`climb` shifts boundaries while that helps. `search` goes through all chains that could
-beat the best one known, depth first, and leaves out those that a bound rules out: if it
-ends by itself, the best is proven. `capacity_bound` is the bound for several stages per
-rank: a rank cannot be fuller than the fullest sum of possible stages below a
-threshold, and everything must fit below it.
+`suffix_bounds` is dynamic programming from the end: the least greatest price of the stages
+from each position on. With one stage per rank, where values have one reader, `most_even` has the
+answer; otherwise that is a bound. `capacity_bound` is the bound for several stages per rank: a
+rank cannot be fuller than the fullest sum of possible stages below a threshold, and everything
+must fit below it. `search` goes through all chains that the bounds leave, depth
+first: if it ends by itself, the best is proven. `climb` shifts boundaries while that helps.
 """
 
 from __future__ import annotations
@@ -13,12 +14,136 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from fxpipe.planner.partition.chains import MET, SLACK, Chain, alone, suffix_bounds
 from fxpipe.planner.partition.cuts import Cuts, Totals
 
-__all__ = ["Loads", "capacity_bound", "climb", "possible_loads", "search"]
+__all__ = [
+    "MET",
+    "SLACK",
+    "Chain",
+    "capacity_bound",
+    "climb",
+    "most_even",
+    "search",
+    "suffix_bounds",
+]
+
+Chain = tuple[int, ...]
+"""Positions from the empty one to the whole: one more than there are stages."""
+
+SLACK = 1 + 1e-9
+"""Times closer than this are equal."""
+
+MET = 1 + 1e-7
+"""A result closer than this to its bound has met it."""
+
+
+def suffix_bounds(cuts: Cuts) -> list[dict[int, float]]:
+    """`bounds[stage][start]`: the least greatest price of all stages from `stage` on.
+
+    A price is a stage's least load, infinite if it does not fit on its rank. Positions from
+    which nothing can follow are left out.
+    """
+    bounds: list[dict[int, float]] = [{} for _ in range(cuts.num_stages + 1)]
+    bounds[-1] = {len(cuts.masks) - 1: 0.0}
+    for stage in reversed(range(cuts.num_stages)):
+        ends = sorted(bounds[stage + 1])
+        for start in cuts.allowed[stage]:
+            least = math.inf
+            for end in ends[bisect.bisect_right(ends, start) :]:
+                if cuts.before[end] - cuts.before[start] >= least:
+                    if cuts.in_order:
+                        break  # later ends only make the stage longer
+                    continue
+                known = bounds[stage + 1][end]
+                if known < least and cuts.is_before(start, end) and cuts.fits(stage, start, end):
+                    least = min(least, max(known, cuts.load(stage, start, end)))
+            if least < math.inf:
+                bounds[stage][start] = least
+    return bounds
+
+
+def most_even(cuts: Cuts, rest: Sequence[dict[int, float]], limit: float) -> Chain | None:
+    """Of the chains whose prices stay within the limit, one with the least sum of squares."""
+    best: dict[int, tuple[float, Chain]] = {0: (0.0, (0,))}
+    for stage in range(cuts.num_stages):
+        after: dict[int, tuple[float, Chain]] = {}
+        for end in sorted(end for end, least in rest[stage + 1].items() if least <= limit):
+            for start, (known, chain) in best.items():
+                if cuts.before[end] - cuts.before[start] > limit:
+                    continue
+                if cuts.is_before(start, end) and cuts.fits(stage, start, end):
+                    price = cuts.load(stage, start, end)
+                    if price <= limit:
+                        option = (known + price * price, (*chain, end))
+                        after[end] = min(after.get(end, option), option)
+        best = after
+    return min(best.values())[1] if best else None
+
+
+def capacity_bound(cuts: Cuts) -> float:
+    """A time that the slowest rank cannot be below."""
+    loads = [_possible_loads(cuts, stage) for stage in range(cuts.num_stages)]
+    needed = cuts.total + math.fsum(least for _, least in loads)
+    num_ranks = cuts.placement.num_ranks
+    lists = [[loads[s][0] for s in cuts.placement.stages_of(rank)] for rank in range(num_ranks)]
+
+    def holds(limit: float) -> bool:
+        kinds: dict[object, float] = {}
+        keys = [tuple(map(id, own)) for own in lists]
+        for key, own in zip(keys, lists, strict=True):
+            if key not in kinds:
+                kinds[key] = _fullest(own, limit * SLACK)
+        return math.fsum(kinds[key] for key in keys) >= needed * (1 - 1e-12)
+
+    low, high = needed / num_ranks, needed * 2
+    if holds(low):
+        return low
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return low
+
+
+def _possible_loads(cuts: Cuts, stage: int) -> tuple[Sequence[float], float]:
+    """What a stage can come to whatever the others are, sorted, and its least transfers.
+
+    Stages that are alike share one object.
+    """
+    starts: Sequence[int] = cuts.allowed[stage]
+    ends: Sequence[int] = cuts.allowed[stage + 1]
+    if 0 < stage < cuts.num_stages - 1 and not cuts.limits.pins:
+        # Some of these leave too few items for the other stages; as a bound they do.
+        starts = ends = range(1, len(cuts.masks) - 1)
+    key = (tuple(starts), tuple(ends), cuts.neighbourhood(stage))
+    if key not in cuts.possible:
+        times, least = set(), math.inf
+        for start in starts:
+            for end in ends:
+                if cuts.is_before(start, end):
+                    load = cuts.load(stage, start, end)
+                    times.add(float(f"{load:.12e}"))
+                    least = min(least, load - cuts.before[end] + cuts.before[start])
+        cuts.possible[key] = (tuple(sorted(times)), least)
+    return cuts.possible[key]
+
+
+_MOST_SUMS = 160_000
+
+
+def _fullest(lists: Sequence[Sequence[float]], limit: float) -> float:
+    """The greatest sum of one number from each list that does not exceed the limit."""
+    sums: Sequence[float] = (0.0,)
+    for numbers in lists[:-1]:
+        if len(sums) * len(numbers) > _MOST_SUMS:
+            return limit
+        sums = sorted({a + b for a in sums for b in numbers if a + b <= limit})
+    best, last = -math.inf, lists[-1]
+    for known in sums:
+        at = bisect.bisect_right(last, limit - known)
+        if at:
+            best = max(best, known + last[at - 1])
+    return best
 
 
 def climb(cuts: Cuts, chain: Chain) -> tuple[Chain, Totals]:
@@ -45,9 +170,10 @@ def climb(cuts: Cuts, chain: Chain) -> tuple[Chain, Totals]:
 
 def _shifts(cuts: Cuts, chain: Chain, totals: Totals) -> Iterator[Chain]:
     """Chains in which a run of boundaries next to a stage of the worst rank is shifted."""
+    memory = cuts.limits.memory or (math.inf,) * len(totals.rank_loads)
     fullest = max(
         range(len(totals.rank_loads)),
-        key=lambda rank: (_excess_of(cuts, totals, rank), totals.rank_loads[rank]),
+        key=lambda r: (max(totals.rank_memory[r] - memory[r], 0.0), totals.rank_loads[r]),
     )
     last = cuts.num_stages - 1
     runs = [(b, b) for b in range(1, cuts.num_stages)]
@@ -66,119 +192,27 @@ def _shifts(cuts: Cuts, chain: Chain, totals: Totals) -> Iterator[Chain]:
                 yield tried
 
 
-def _excess_of(cuts: Cuts, totals: Totals, rank: int) -> float:
-    memory = cuts.limits.memory
-    return max(totals.rank_memory[rank] - memory[rank], 0.0) if memory else 0.0
-
-
 def _neighbour(cuts: Cuts, boundary: int, position: int, step: int) -> int | None:
     choices = cuts.allowed[boundary]
     at = bisect.bisect_left(choices, position) + step
     return choices[at] if 0 <= at < len(choices) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """What one stage can come to, whatever the others are: sorted times, and least transfers."""
-
-    times: tuple[float, ...]
-    least_transfers: float
-
-
-def possible_loads(cuts: Cuts) -> list[Loads]:
-    """For each stage, what it can come to; stages that are alike share one object."""
-    kinds: dict[object, Loads] = {}
-    result = []
-    for stage in range(cuts.num_stages):
-        starts: Sequence[int] = cuts.allowed[stage]
-        ends: Sequence[int] = cuts.allowed[stage + 1]
-        is_inner = 0 < stage < cuts.num_stages - 1
-        key: object = (tuple(starts), tuple(ends), cuts.neighbourhood(stage))
-        if is_inner and not cuts.limits.pins:
-            # Some of these leave too few items for the other stages; as a bound they do.
-            starts = ends = range(1, len(cuts.masks) - 1)
-            key = cuts.neighbourhood(stage)
-        if key not in kinds:
-            kinds[key] = _loads_between(cuts, stage, starts, ends)
-        result.append(kinds[key])
-    return result
-
-
-def _loads_between(cuts: Cuts, stage: int, starts: Sequence[int], ends: Sequence[int]) -> Loads:
-    times, least = set(), math.inf
-    for start in starts:
-        for end in ends:
-            if cuts.is_before(start, end):
-                load = cuts.load(stage, start, end)
-                times.add(float(f"{load:.12e}"))
-                least = min(least, load - cuts.before[end] + cuts.before[start])
-    return Loads(tuple(sorted(times)), least)
-
-
-def capacity_bound(cuts: Cuts, loads: Sequence[Loads]) -> float:
-    """A time that the slowest rank cannot be below."""
-    num_ranks = cuts.placement.num_ranks
-    per_rank = [
-        [loads[stage].times for stage in cuts.placement.stages_of(rank)]
-        for rank in range(num_ranks)
-    ]
-    needed = cuts.total + math.fsum(load.least_transfers for load in loads)
-    if math.isinf(needed):
-        return math.inf
-
-    def holds(limit: float) -> bool:
-        fullest: dict[tuple[int, ...], float] = {}
-        room = 0.0
-        for lists in per_rank:
-            key = tuple(map(id, lists))
-            if key not in fullest:
-                fullest[key] = _fullest(lists, limit)
-            room += fullest[key]
-        return room >= needed * (1 - 1e-12)
-
-    low, high = needed / num_ranks, needed * 2
-    if holds(low):
-        return low
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return low
-
-
-_MOST_SUMS = 400
-
-
-def _fullest(lists: Sequence[Sequence[float]], limit: float) -> float:
-    """The greatest sum of one number from each list that does not exceed the limit."""
-    limit *= SLACK
-    sums: Sequence[float] = (0.0,)
-    for numbers in lists[:-1]:
-        if len(sums) * len(numbers) > _MOST_SUMS * _MOST_SUMS:
-            return limit
-        sums = sorted({a + b for a in sums for b in numbers if a + b <= limit})
-    best = -math.inf
-    last = lists[-1]
-    for known in sums:
-        at = bisect.bisect_right(last, limit - known)
-        if at:
-            best = max(best, known + last[at - 1])
-    return best
-
-
 def search(
     cuts: Cuts,
     best: tuple[Chain, Totals] | None,
     bound: float,
-    loads: Sequence[Loads],
+    rest: Sequence[dict[int, float]],
     *,
+    goal: float,
     effort: int,
 ) -> tuple[tuple[Chain, Totals] | None, bool]:
-    """Look for a chain whose slowest rank is quicker than that of the best known one.
+    """Look for chains whose slowest rank is quicker than the goal, then than the best found.
 
-    Returns the best chain and whether it is proven; stops early when a chain reaches `bound`,
-    and gives up after `effort` steps.
+    `rest` are the suffix bounds. Returns the best chain and whether it is proven; stops
+    early when a chain reaches `bound`, and gives up after `effort` steps.
     """
-    run = _Search(cuts, best, bound, loads, effort)
+    run = _Search(cuts, best, bound, rest, goal, effort)
     if not run.is_done():
         run.go(0, (0,), [0.0] * cuts.placement.num_ranks)
     return run.best, run.steps_left > 0 or run.is_done()
@@ -192,26 +226,15 @@ class _Search:
         cuts: Cuts,
         best: tuple[Chain, Totals] | None,
         bound: float,
-        loads: Sequence[Loads],
+        rest: Sequence[dict[int, float]],
+        goal: float,
         effort: int,
     ) -> None:
-        self.cuts, self.best, self.bound, self.steps_left = cuts, best, bound, effort
-        self.rest: list[dict[int, float]] = [{}] * (cuts.num_stages + 1)
-        if not self.is_done():
-            self.rest = suffix_bounds(cuts, alone(cuts), self.goal)
-        self.transfers_after = [
-            math.fsum(load.least_transfers for load in loads[stage + 1 :])
-            for stage in range(cuts.num_stages)
-        ]
+        self.cuts, self.best, self.bound, self.rest = cuts, best, bound, rest
+        self.goal, self.steps_left = goal, effort
         self.last_stage = {r: s for s, r in enumerate(cuts.ranks)}
         self.stage_of = [0] * len(cuts.work.items)
-        self.states: list[list[float]] = [[] for _ in range(cuts.placement.num_ranks)]
-        self.residuals: list[list[float]] = [[] for _ in range(cuts.placement.num_ranks)]
-
-    @property
-    def goal(self) -> float:
-        """What the slowest rank must stay below to be an improvement."""
-        return math.inf if self.best is None else self.best[1].slowest * (1 - 1e-9)
+        self.held: list[list[tuple[float, float]]] = [[] for _ in self.last_stage]
 
     def is_done(self) -> bool:
         return self.best is not None and self.best[1].slowest <= self.bound * MET
@@ -221,11 +244,13 @@ class _Search:
         if stage == cuts.num_stages:
             totals = cuts.totals(chain)
             if totals.slowest < self.goal and cuts.excess(totals) <= 0:
-                self.best = (chain, totals)
+                self.best, self.goal = (chain, totals), totals.slowest * (1 - 1e-9)
             return
         start, rank = chain[-1], cuts.ranks[stage]
-        ahead = [s for s in cuts.placement.stages_of(rank) if s >= stage]
-        wish = (cuts.total / cuts.placement.num_ranks - loads[rank]) / len(ahead)
+        open_loads = [loads[r] for r, last in self.last_stage.items() if last >= stage]
+        mean = (cuts.total - cuts.before[start] + math.fsum(open_loads)) / len(open_loads)
+        ahead = sum(s >= stage for s in cuts.placement.stages_of(rank))
+        wish = (mean - loads[rank]) / ahead
         ends = [
             (abs(load - wish), end)
             for end in self.rest[stage + 1]
@@ -247,33 +272,16 @@ class _Search:
         for source, time in cuts.arrivals(stage, start, end, self.stage_of):
             after[rank] += time
             after[cuts.ranks[source]] += time
-        if max(after) >= self.goal or not self._has_room(stage, end, after):
+        # What is left must find room on the ranks that still take stages.
+        left = cuts.total - cuts.before[end]
+        room = math.fsum(
+            self.goal - after[r] for r, last in self.last_stage.items() if last > stage
+        )
+        if max(after) >= self.goal or left > room * SLACK:
             return
-        state, residual = cuts.memory(start, end) if cuts.limits.memory else (0.0, 0.0)
-        self.states[rank].append(state)
-        self.residuals[rank].append(residual)
-        if self._fits(rank):
+        self.held[rank].append(cuts.memory(start, end))
+        if cuts.is_within(rank, self.held[rank]):
             for item in cuts.items(start, end):
                 self.stage_of[item] = stage
             self.go(stage + 1, (*chain, end), after)
-        self.states[rank].pop()
-        self.residuals[rank].pop()
-
-    def _has_room(self, stage: int, end: int, loads: list[float]) -> bool:
-        """Whether what is left can be spread over the ranks that still take stages."""
-        if math.isinf(self.goal):
-            return True
-        # What the stages so far send ahead is not in their loads yet, but in the least
-        # transfers of nobody either: the sum below stays a lower bound.
-        left = self.cuts.total - self.cuts.before[end] + self.transfers_after[stage]
-        room = math.fsum(
-            self.goal - loads[rank] for rank, last in self.last_stage.items() if last > stage
-        )
-        return left <= room * SLACK
-
-    def _fits(self, rank: int) -> bool:
-        memory = self.cuts.limits.memory
-        if memory is None:
-            return True
-        held = self.cuts.rank_memory(rank, self.states[rank], self.residuals[rank])
-        return held <= memory[rank]
+        self.held[rank].pop()

@@ -10,7 +10,6 @@ Positions are bit masks over items and are named by their index in `Cuts.masks`.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -54,10 +53,8 @@ def downsets(work: Work, limit: int) -> list[int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What a chain of positions costs in truth: times and bytes per stage and rank."""
+    """What a chain of positions costs in truth: the time and the bytes of each rank."""
 
-    stage_times: tuple[float, ...]
-    stage_transfers: tuple[float, ...]
     rank_loads: tuple[float, ...]
     rank_memory: tuple[float, ...]
 
@@ -94,7 +91,11 @@ class Cuts:
         self._memory: dict[tuple[int, int], tuple[float, float]] = {}
         self._sources = [1 << flow.source for flow in work.flows]
         self._targets = [_mask(flow.targets) for flow in work.flows]
-        self._crossing = self._all_crossing()
+        # For each position, the flows from inside to outside.
+        self._crossing = [
+            [f for f, s in enumerate(self._sources) if s & mask and self._targets[f] & ~mask]
+            for mask in self.masks
+        ]
         self._shared = [(_mask(s.items), s) for s in work.shared]
         self._prices: dict[tuple[int, int, int], float] = {}
         self._least: dict[tuple[int, int, bool], float] = {}
@@ -104,28 +105,10 @@ class Cuts:
             for stage in range(self.num_stages)
         ]
         self._loads: list[dict[int, float]] = [{} for _ in kinds]
+        self.possible: dict[object, tuple[Sequence[float], float]] = {}
         self.allowed = [self._allowed(boundary) for boundary in range(self.num_stages + 1)]
 
-    def _all_crossing(self) -> list[list[int]]:
-        """For each position, the flows from inside to outside."""
-        flows = range(len(self._sources))
-        if not self.in_order:
-            return [
-                [f for f in flows if self._sources[f] & mask and self._targets[f] & ~mask]
-                for mask in self.masks
-            ]
-        found: list[list[int]] = [[] for _ in self.masks]
-        sizes = [mask.bit_count() for mask in self.masks]
-        for f, flow in enumerate(self.work.flows):
-            first = bisect.bisect_left(sizes, flow.source + 1)
-            for index in range(first, bisect.bisect_left(sizes, max(flow.targets, default=0) + 1)):
-                found[index].append(f)
-        return found
-
     def _sums(self, values: Sequence[float]) -> list[float]:
-        if self.in_order:
-            sums = list(itertools.accumulate(values, initial=0.0))
-            return [sums[mask.bit_count()] for mask in self.masks]
         return [math.fsum(values[i] for i in _items(mask)) for mask in self.masks]
 
     def _allowed(self, boundary: int) -> list[int]:
@@ -213,7 +196,12 @@ class Cuts:
         return self._least[key]
 
     def memory(self, start: int, end: int) -> tuple[float, float]:
-        """Bytes that a stage holds all the time, and for each microbatch in flight."""
+        """Bytes that a stage holds all the time, and for each microbatch in flight.
+
+        None are counted if memory is not limited.
+        """
+        if self.limits.memory is None:
+            return 0.0, 0.0
         key = (start, end)
         if key not in self._memory:
             body = self.masks[end] & ~self.masks[start]
@@ -226,35 +214,32 @@ class Cuts:
             )
         return self._memory[key]
 
-    def rank_memory(self, rank: int, states: Sequence[float], residuals: Sequence[float]) -> float:
-        """Bytes on a rank at its fullest, from those of its first stages."""
+    def rank_memory(self, rank: int, held: Sequence[tuple[float, float]]) -> float:
+        """Bytes on a rank at its fullest, from `memory` of its first stages."""
         moments = self.limits.in_flight[rank] if self.limits.in_flight else ()
-        held = max(
-            (
-                math.fsum(n * b for n, b in zip(moment, residuals, strict=False))
-                for moment in moments
-            ),
-            default=math.fsum(residuals),
-        )
-        return math.fsum(states) + held
+        kept = [
+            math.fsum(n * residual for n, (_, residual) in zip(moment, held, strict=False))
+            for moment in moments
+        ]
+        most = max(kept, default=math.fsum(residual for _, residual in held))
+        return math.fsum(state for state, _ in held) + most
+
+    def is_within(self, rank: int, held: Sequence[tuple[float, float]]) -> bool:
+        """Whether a rank can hold its first stages."""
+        memory = self.limits.memory
+        return memory is None or self.rank_memory(rank, held) <= memory[rank]
 
     def fits(self, stage: int, start: int, end: int) -> bool:
         """Whether a stage alone fits on its rank."""
         if self.limits.memory is None:
             return True
-        rank = self.ranks[stage]
-        slot = self.placement.stages_of(rank).index(stage)
-        state, residual = self.memory(start, end)
-        held = self.rank_memory(rank, [state], [*[0.0] * slot, residual])
-        return held <= self.limits.memory[rank]
+        return self.alone(stage, start, end) <= self.limits.memory[self.ranks[stage]]
 
-    def fit_together(self, rank: int, bodies: Sequence[tuple[int, int]]) -> bool:
-        """Whether all stages of a rank, given as (start, end), fit on it."""
-        if self.limits.memory is None:
-            return True
-        held = [self.memory(start, end) for start, end in bodies]
-        total = self.rank_memory(rank, [s for s, _ in held], [r for _, r in held])
-        return total <= self.limits.memory[rank]
+    def alone(self, stage: int, start: int, end: int) -> float:
+        """Bytes on a rank that has this stage only."""
+        rank = self.ranks[stage]
+        others = [(0.0, 0.0)] * self.placement.stages_of(rank).index(stage)
+        return self.rank_memory(rank, [*others, self.memory(start, end)])
 
     def arrivals(
         self, stage: int, start: int, end: int, stage_of: Sequence[int]
@@ -284,24 +269,16 @@ class Cuts:
     def totals(self, chain: Sequence[int]) -> Totals:
         """What a chain of positions costs, every transfer charged to both of its ends."""
         stage_of = self.assignment(chain)
-        times, transfers = [0.0] * self.num_stages, [0.0] * self.num_stages
-        num_ranks = self.placement.num_ranks
-        states: list[list[float]] = [[] for _ in range(num_ranks)]
-        residuals: list[list[float]] = [[] for _ in range(num_ranks)]
+        loads = [0.0] * self.placement.num_ranks
+        held: list[list[tuple[float, float]]] = [[] for _ in loads]
         for stage, (start, end) in enumerate(itertools.pairwise(chain)):
-            times[stage] = self.before[end] - self.before[start]
+            loads[self.ranks[stage]] += self.before[end] - self.before[start]
             for source, time in self.arrivals(stage, start, end, stage_of):
-                transfers[stage] += time
-                transfers[source] += time
-            if self.limits.memory is not None:
-                state, residual = self.memory(start, end)
-                states[self.ranks[stage]].append(state)
-                residuals[self.ranks[stage]].append(residual)
-        loads = [0.0] * num_ranks
-        for stage, rank in enumerate(self.ranks):
-            loads[rank] += times[stage] + transfers[stage]
-        memory = tuple(self.rank_memory(r, states[r], residuals[r]) for r in range(num_ranks))
-        return Totals(tuple(times), tuple(transfers), tuple(loads), memory)
+                loads[self.ranks[stage]] += time
+                loads[self.ranks[source]] += time
+            held[self.ranks[stage]].append(self.memory(start, end))
+        memory = tuple(self.rank_memory(rank, own) for rank, own in enumerate(held))
+        return Totals(tuple(loads), memory)
 
     def excess(self, totals: Totals) -> float:
         """By how much the fullest rank is too full; 0 or less if all fit."""

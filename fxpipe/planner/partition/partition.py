@@ -7,10 +7,10 @@ The load of a rank is the compute time of its stages plus every transfer that on
 sends or receives. What "exact" means:
 
 - One stage per rank, values with one reader (chains, skips): dynamic programming over the
-  cuts of the model's own order, exact. Values with several readers: the same as a bound,
-  and a search that closes the gap.
-- Several stages per rank (interleaved, V): a search with a bound; `is_exact` says whether
-  the two met. Where they do not, `bound` says how far the result can be from the best.
+  cuts of the model's own order, exact.
+- Several stages per rank (interleaved, V), or values with several readers: a search with a
+  bound; `is_exact` says whether the two met. Where they do not, `bound` says how far the
+  result can be from the best.
 - Models with branches: the above over all cuts that data flow allows, if there are at
   most `MOST_POSITIONS`; beyond that over the model's own order alone (`order`).
 
@@ -20,19 +20,26 @@ earliest cuts, so the same input always gives the same stages.
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError
-from fxpipe.planner.partition.chains import MET, Chain, alone, folded, shortest
-from fxpipe.planner.partition.cut_search import Loads, capacity_bound, climb, possible_loads, search
+from fxpipe.planner.partition.cut_search import (
+    MET,
+    SLACK,
+    Chain,
+    capacity_bound,
+    climb,
+    most_even,
+    search,
+    suffix_bounds,
+)
 from fxpipe.planner.partition.cuts import Cuts, Totals, downsets, prefixes
 from fxpipe.planner.partition.work import Limits, Work
 from fxpipe.program import Placement
 from fxpipe.text import bytes_text
 
-__all__ = ["MOST_POSITIONS", "Partition", "partition", "shifted"]
+__all__ = ["MOST_POSITIONS", "Partition", "partition"]
 
 MOST_POSITIONS = 700
 """Up to so many cuts, branches may run in another order than the model's own."""
@@ -86,8 +93,7 @@ def partition(
         >>> partition(Work.chain([1, 1, 1, 3]), 2).stage_of
         (0, 0, 0, 1)
 
-    `effort` bounds the steps of the search where dynamic programming is not exact; with 0
-    boundaries are only shifted from an even start, which is quick and proves little. Branches
+    `effort` bounds the steps of the search where dynamic programming is not exact. Branches
     run in another order than the model's own only if the slowest rank gains at least the
     share `reorder_gain` by it.
 
@@ -119,20 +125,6 @@ def partition(
     return Partition(chosen.assignment(best[0]), placement, best[1], bound, order)
 
 
-def shifted(work: Work, start: Partition, limits: Limits) -> Partition:
-    """Shift the boundaries of a partition in the model's order towards the limits.
-
-    First towards the memory, as far as that goes, then towards even ranks. Quick; no proof.
-    """
-    if start.order != "model":
-        return start
-    cuts = Cuts(work, start.placement, limits, prefixes(work))
-    firsts = [start.stage_of.index(stage) for stage in range(start.placement.num_stages)]
-    masks = [(1 << first) - 1 for first in (*firsts, len(work.items))]
-    chain, totals = climb(cuts, tuple(cuts.masks.index(mask) for mask in masks))
-    return Partition(cuts.assignment(chain), start.placement, totals, start.bound, "model")
-
-
 def _floor(work: Work, placement: Placement) -> float:
     """A time that is out of reach whatever the order: the mean, and the longest item."""
     times = [item.time for item in work.items]
@@ -141,82 +133,43 @@ def _floor(work: Work, placement: Placement) -> float:
 
 def _solve(cuts: Cuts, effort: int) -> tuple[tuple[Chain, Totals] | None, float]:
     """The best chain of positions and a bound on what any chain can reach."""
-    even = shortest(cuts, alone(cuts), upper=_reachable(cuts))
+    rest = suffix_bounds(cuts)
+    bound = rest[0].get(0, math.inf)
+    even = most_even(cuts, rest, bound * SLACK)
     if even is None:
         return None, math.inf
-    bound = max(cuts.load(s, a, b) for s, (a, b) in enumerate(itertools.pairwise(even)))
-    loads = [Loads((), 0.0)] * cuts.num_stages
     known = (even, cuts.totals(even))
-    if not effort:
-        known = climb(cuts, even)
-        return (known if cuts.excess(known[1]) <= 0 else None), min(bound, known[1].slowest)
     if cuts.placement.num_ranks < cuts.num_stages:
-        loads = possible_loads(cuts)
-        bound = max(bound, capacity_bound(cuts, loads))
+        bound = max(bound, capacity_bound(cuts))
         known = climb(cuts, even)
-        if _is_folded(cuts) and known[1].slowest > bound * MET:
-            fits = cuts.excess(known[1]) <= 0
-            fold = folded(cuts, known[1].slowest if fits else math.inf)
-            if fold is None:
-                return None, math.inf
-            bound = max(bound, fold[0])
-            options = (climb(cuts, fold[1]), known)
-            known = min(options, key=lambda found: (cuts.excess(found[1]) > 0, found[1].key))
-    start = None if cuts.excess(known[1]) > 0 else known
-    if start is not None and start[1].slowest <= bound * MET:
-        return start, start[1].slowest
-    best, is_proven = search(cuts, start, bound, loads, effort=effort)
-    if best is not None:
-        best = min(best, climb(cuts, best[0]), key=lambda found: found[1].key)
-        bound = best[1].slowest if is_proven else bound
+    best = known if cuts.excess(known[1]) <= 0 else None
+    if best is None or best[1].slowest > bound * MET:
+        found, _ = search(cuts, None, bound, rest, goal=bound * MET, effort=effort // 2)
+        goal = math.inf if best is None else best[1].slowest * (1 - 1e-9)
+        is_proven = found is not None
+        if found is None:
+            found, is_proven = search(cuts, best, bound, rest, goal=goal, effort=effort)
+        best = found and _climbed(cuts, found)
+        if best is not None and is_proven:
+            bound = best[1].slowest
     return best, bound
 
 
-def _is_folded(cuts: Cuts) -> bool:
-    """Whether rank r holds stages r and 2R-1-r and the order is the model's own."""
-    return cuts.in_order and cuts.placement == Placement.v(
-        cuts.placement.num_ranks, 2 * cuts.placement.num_ranks
-    )
-
-
-def _reachable(cuts: Cuts) -> float:
-    """A price that some chain does not exceed, to cut the dynamic programming short."""
-    if cuts.limits.memory is not None or cuts.limits.pins or not cuts.in_order:
-        return math.inf
-    chain, stages = [0], cuts.num_stages
-    for stage in range(1, stages):
-        wish = cuts.total * stage / stages
-        choices = [p for p in cuts.allowed[stage] if p > chain[-1]]
-        choices = [p for p in choices if len(cuts.masks) - 1 - p >= stages - stage]
-        if not choices:
-            return math.inf
-        chain.append(min(choices, key=lambda p: abs(cuts.before[p] - wish)))
-    chain.append(len(cuts.masks) - 1)
-    pairs = itertools.pairwise(chain)
-    return max(cuts.load(stage, start, end) for stage, (start, end) in enumerate(pairs))
+def _climbed(cuts: Cuts, best: tuple[Chain, Totals]) -> tuple[Chain, Totals]:
+    return min(best, climb(cuts, best[0]), key=lambda found: found[1].key)
 
 
 def _explain(work: Work, placement: Placement, limits: Limits) -> str:
     """Why there is no partition: memory, or pins and groups."""
-    free = Limits(limits.pins, limits.together, None, None, limits.link, limits.links)
-    cuts = Cuts(work, placement, free, prefixes(work))
-    chain = shortest(cuts, cuts.load)
-    if chain is None:
+    cuts = Cuts(work, placement, replace(limits, memory=None), prefixes(work))
+    rest = suffix_bounds(cuts)
+    if 0 not in rest[0]:
         return _explain_pins(work, placement, limits)
     assert limits.memory is not None
+    even = most_even(cuts, rest, rest[0][0] * SLACK)
+    assert even is not None
     tight = Cuts(work, placement, limits, prefixes(work))
-
-    def held(stage: int, start: int, end: int) -> float:
-        rank = tight.ranks[stage]
-        slot = placement.stages_of(rank).index(stage)
-        state, residual = tight.memory(start, end)
-        return tight.rank_memory(rank, [state], [*[0.0] * slot, residual])
-
-    chain = shortest(tight, held, at_least=[0.0] * len(tight.masks))
-    assert chain is not None
-    chain, totals = min(
-        ((chain, tight.totals(chain)), climb(tight, chain)), key=lambda c: tight.excess(c[1])
-    )
+    chain, totals = climb(tight, even)
     lines = []
     for rank, (needed, has) in enumerate(zip(totals.rank_memory, limits.memory, strict=True)):
         if needed > has:

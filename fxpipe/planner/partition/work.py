@@ -25,22 +25,16 @@ InFlight = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing that runs on one stage: times per microbatch, then bytes.
+    """One thing that runs on one stage: its time per microbatch, then bytes.
 
     `state` is held all the time (weights, gradients, optimizer); `residual` is held for
     each microbatch between its forward and its backward.
     """
 
     name: str = ""
-    forward: float = 0.0
-    backward_input: float = 0.0
-    backward_weight: float = 0.0
+    time: float = 0.0
     state: float = 0.0
     residual: float = 0.0
-
-    @property
-    def time(self) -> float:
-        return self.forward + self.backward_input + self.backward_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +91,7 @@ class Work:
     def chain(times: Sequence[float], *, boundary: float = 0.0) -> Work:
         """Items in a row, each of which hands `boundary` bytes to the next and back."""
         return Work(
-            tuple(Item(str(i), forward=time) for i, time in enumerate(times)),
+            tuple(Item(str(i), time) for i, time in enumerate(times)),
             tuple(Flow(i, (i + 1,), boundary, boundary) for i in range(len(times) - 1)),
         )
 

@@ -103,10 +103,9 @@ def check(work, placement, limits):
 
 def random_items(rng, count):
     return tuple(
-        Item(f"m{i}", rng.randint(1, 9), rng.randint(0, 9), rng.random(), rng.randint(0, 5),
-             rng.randint(0, 3))
+        Item(f"m{i}", rng.randint(1, 18) + rng.random(), rng.randint(0, 5), rng.randint(0, 3))
         for i in range(count)
-    )  # fmt: skip
+    )
 
 
 def random_limits(rng, work, placement):
@@ -208,7 +207,7 @@ def test_chain_is_cut_where_the_slowest_stage_is_quickest():
 def test_transfers_count_for_both_ends():
     # Without the price of the wide boundary after item 1 the cut would be in the middle.
     times = (2.0, 2.0, 2.0, 2.0)
-    items = tuple(Item(forward=time) for time in times)
+    items = tuple(Item(time=time) for time in times)
     flows = (Flow(0, (1,), 1), Flow(1, (2,), 9), Flow(2, (3,), 1))
 
     found = partition(Work(items, flows), 2, Limits(link=Link(0, 1)))
@@ -226,7 +225,7 @@ def test_equal_results_are_told_apart_by_evenness():
 
 def test_branches_may_run_in_another_order_if_that_is_better():
     # Two branches 0-1 and 2-3: cutting across both is more even than any cut of the order.
-    items = tuple(Item(forward=time) for time in (4, 1, 1, 4))
+    items = tuple(Item(time=time) for time in (4, 1, 1, 4))
     work = Work(items, (Flow(0, (1,)), Flow(2, (3,))))
 
     found = partition(work, 2)
@@ -236,7 +235,7 @@ def test_branches_may_run_in_another_order_if_that_is_better():
 
 
 def test_missing_memory_is_named_by_rank_with_the_amount():
-    items = tuple(Item(name, forward=1.0, state=6e9) for name in ("emb", "a", "b", "head"))
+    items = tuple(Item(name, time=1.0, state=6e9) for name in ("emb", "a", "b", "head"))
 
     with pytest.raises(PlanError) as caught:
         partition(Work(items), 2, Limits(memory=(10e9, 10e9)))
@@ -247,7 +246,7 @@ def test_missing_memory_is_named_by_rank_with_the_amount():
 
 
 def test_contradicting_pins_are_named():
-    work = Work(tuple(Item(n, forward=1.0) for n in "abc"), (Flow(0, (1,)), Flow(1, (2,))))
+    work = Work(tuple(Item(n, time=1.0) for n in "abc"), (Flow(0, (1,)), Flow(1, (2,))))
 
     with pytest.raises(PlanError, match="a in stage 1, b in stage 0"):
         partition(work, 2, Limits(pins={0: 1, 1: 0}))

@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.planner.order.memory_limit import MemoryLimit, limits_of
 from fxpipe.planner.order.orders import Objective, Orders, Timing
 from fxpipe.planner.order.schedule_bound import lower_bound
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
 
-__all__ = ["Improved", "improve", "named_starts"]
+__all__ = ["Improved", "improve", "limits_of", "named_starts"]
 
 _PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
 
@@ -70,7 +69,7 @@ class Improved:
 def improve(
     program: Program,
     costs: StageCosts,
-    memory_limit: MemoryLimit = None,
+    memory_limit: float | Sequence[float] | None = None,
     *,
     edges: Edges | None = None,
     seed: int = 0,
@@ -118,6 +117,22 @@ def improve(
     bound = min(_bound(best_program, costs, edges, limits, objective), length)
     before = _length(given, objective)
     return Improved(best_program, timeline, before, bound, start, objective)
+
+
+def limits_of(program: Program, limit: float | Sequence[float]) -> tuple[float, ...]:
+    """The memory limit of each rank.
+
+    Raises:
+        PlanError: the limit has another number of entries than there are ranks.
+    """
+    if isinstance(limit, int | float):
+        return (float(limit),) * program.num_ranks
+    if len(limit) != program.num_ranks:
+        raise PlanError(
+            f"the memory limit has {len(limit)} entries, but the program has "
+            f"{program.num_ranks} ranks; give one number, or one per rank"
+        )
+    return tuple(map(float, limit))
 
 
 def _length(timeline: Timeline, objective: Objective) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from fxpipe.errors import PlanError
-from fxpipe.planner.order.memory_limit import limits_of
+from fxpipe.planner.order.improve import limits_of
 from fxpipe.planner.order.orders import Orders
 from fxpipe.program import (
     Action,
@@ -68,7 +68,7 @@ def optimum(
         PlanError: no order fits into the memory.
     """
     edges = edges or Edges.chain(program.num_stages)
-    limits = limits_of(program, memory_limit)
+    limits = limits_of(program, math.inf if memory_limit is None else memory_limit)
     orders = Orders(program, costs, edges, limits)
     needs = _needs(orders, costs, edges)
     model = cp_model.CpModel()

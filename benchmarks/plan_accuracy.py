@@ -117,7 +117,7 @@ def _predicted(found: Plan, index: int, measured: Profile) -> float:
         Training("none"),
         64e9,
         stage_of,
-        reprice=measured.reprice(subject),
+        profile=measured,
     )
     return Search(pricing).price(option.candidate).prediction.makespan
 

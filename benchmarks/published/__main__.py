@@ -1,10 +1,12 @@
 """Predicted against published: every row, worst first.
 
-    python -m benchmarks.published [--fit DEVICE] [--source NAME] [--markdown]
+    python -m benchmarks.published [--docs] [--fit DEVICE] [--source NAME]
 
 Prints, for rows that constants were fitted to and for those they were not, the error of the step
 time and of the memory, the median, how many are within 15 %, and how often the quicker of two
-options of one model and machine is told right where they differ by more than 5 %.
+options of one model and machine is told right where they differ by more than 5 %. `--docs` puts
+the same text into docs/planner.md. A preset's `error` is the median of the rows held out on its
+kind of device.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from benchmarks.published.rows import DEVICES, Predictor, Row, read_rows
 from fxpipe.planner.cost.hardware import Hardware
@@ -53,33 +56,45 @@ def predict_all(rows: Sequence[Row], predictor: Predictor) -> list[Result]:
     return found
 
 
-def table(results: Sequence[Result], *, markdown: bool) -> list[str]:
+def table(results: Sequence[Result]) -> list[str]:
     lines = []
-    if markdown:
-        lines += [
-            "| source | row | set | published | predicted | time | memory |",
-            "|---|---|---|--:|--:|--:|--:|",
-        ]
     for result in sorted(results, key=lambda r: -abs(r.error)):
         row, memory = result.row, result.memory_error
         step = "-" if result.option is None else f"{result.option.step_time:.3g} s"
-        cells = [
-            f"{row.source} {row.device}",
-            row.title,
-            "test" if row.is_test else "fit",
-            f"{row.seconds:.3g} s",
-            step,
-            f"{result.error:+.1%}",
-            "" if memory is None else f"{memory:+.0%}",
-        ]
-        if markdown:
-            lines.append(f"| {' | '.join(cells)} |")
-        else:
-            lines.append(
-                f"{cells[0]:26} {cells[1]:62} {cells[2]:4} {cells[3]:>8} {cells[4]:>8} "
-                f"{cells[5]:>7} {cells[6]:>5}"
-            )
-    return lines
+        lines.append(
+            f"{row.source} {row.device:10} {row.title:62} {'test' if row.is_test else 'fit':4} "
+            f"{row.seconds:>6.3g} s {step:>8} {result.error:>+7.1%} "
+            f"{'' if memory is None else format(memory, '+.0%'):>5}"
+        )
+    return [line.rstrip() for line in lines]
+
+
+def report(results: Sequence[Result]) -> list[str]:
+    """Every row, worst first, then what it comes to."""
+    lines = [*table(results), ""]
+    parts = [("fitted", [r for r in results if not r.row.is_test])]
+    parts.append(("held out", [r for r in results if r.row.is_test]))
+    for kind in dict.fromkeys(_kind(r.row) for r in results):
+        held = [r for r in results if r.row.is_test and _kind(r.row) == kind]
+        parts.append((f"held out, {kind}", held))
+    return lines + [f"{name}: {summary(part)}" for name, part in parts if part]
+
+
+def _kind(row: Row) -> str:
+    """The presets that share their constants."""
+    return {"A100": "A100", "H100-500W": "Hopper", "H100": "Hopper", "H200": "Hopper"}.get(
+        row.device, "Blackwell"
+    )
+
+
+def write_docs(lines: Sequence[str], path: Path) -> None:
+    """Put the lines between the marks in a page."""
+    text = path.read_text(encoding="utf-8")
+    start, end = "<!-- published: begin -->", "<!-- published: end -->"
+    before, rest = text.split(start)
+    _, after = rest.split(end)
+    block = "\n".join(["", "```text", *lines, "```", ""])
+    path.write_text(before + start + block + end + after, encoding="utf-8")
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -158,7 +173,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600, help="how long to fit")
     parser.add_argument("--source", help="only rows whose source starts so")
     parser.add_argument("--device", help="only rows of this device")
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--docs", action="store_true", help="write docs/planner.md")
     options = parser.parse_args()
     rows = [row for row in read_rows() if row.source.startswith(options.source or "")]
     if options.device:
@@ -168,12 +183,10 @@ def main() -> None:
         own = [row for row in rows if row.device == options.fit and not row.is_test]
         print(fit(own, predictor, DEVICES[options.fit], options.seconds).to_json())
         return
-    results = predict_all(rows, predictor)
-    print("\n".join(table(results, markdown=options.markdown)))
-    for name, is_test in (("fitted", False), ("held out", True)):
-        part = [result for result in results if result.row.is_test == is_test]
-        if part:
-            print(f"\n{name}: {summary(part)}")
+    lines = report(predict_all(rows, predictor))
+    print("\n".join(lines))
+    if options.docs:
+        write_docs(lines, Path(__file__).parents[2] / "docs" / "planner.md")
 
 
 if __name__ == "__main__":

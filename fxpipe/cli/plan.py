@@ -74,7 +74,11 @@ _Float8 = Annotated[bool, typer.Option("--float8", help="Products of blocks in 8
 _Tokens = Annotated[str | None, typer.Option(help="Say what so many take, such as 15T.")]
 _Price = Annotated[float | None, typer.Option(min=0, help="Dollars per GPU and hour.")]
 _WhatIf = Annotated[
-    bool, typer.Option("--what-if", help="Plan again with other GPUs, network and memory.")
+    bool, typer.Option("--what-if", help="Plan again with other GPUs, network, memory, sequence.")
+]
+_WhatIfPicture = Annotated[
+    Path | None,
+    typer.Option("--what-if-picture", help="Draw that, .svg, .png, .pdf.", show_default=False),
 ]
 _DtypeOrNone = Annotated[
     str | None, typer.Option(help="Of the weights; float32, or bfloat16 for a known model.")
@@ -131,6 +135,7 @@ def plan(
     tokens: _Tokens = None,
     price: _Price = None,
     what_if: _WhatIf = False,
+    what_if_picture: _WhatIfPicture = None,
     profiled: _Profile = False,
     improve: _Improve = False,
     top: _Top = 10,
@@ -160,6 +165,7 @@ def plan(
     from fxpipe.planner.known_models import KNOWN
     from fxpipe.planner.plan import plan as make_plan
     from fxpipe.planner.plan import what_if as ask
+    from fxpipe.planner.plan_report import draw_what_if
     from fxpipe.planner.plan_text import cost_lines, plan_text, what_if_rows
     from fxpipe.planner.search.profile import profile
     from fxpipe.text import aligned
@@ -217,8 +223,11 @@ def plan(
     typer.echo(plan_text(found, others=top))
     if wanted is not None:
         typer.echo("\n" + "\n".join(cost_lines(found, wanted, price)))
-    if what_if:
-        typer.echo("\n" + "\n".join(aligned(what_if_rows(ask(found)), left=(0, 4))))
+    if what_if or what_if_picture is not None:
+        rows = ask(found)
+        typer.echo("\n" + "\n".join(aligned(what_if_rows(rows), left=(0, 4))))
+        if what_if_picture is not None:
+            written.append(draw_what_if(rows, writable(what_if_picture)))
     for path in written:
         typer.echo(f"wrote {path}")
 

@@ -29,7 +29,7 @@ from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
 from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.order.orders import Objective
-from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text
+from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text, table_rows
 from fxpipe.planner.search.candidates import Space, candidates
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.rearrange import rearranged
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
     from fxpipe.planner.build import Built
     from fxpipe.planner.cost.measured import Profile
 
-__all__ = ["Plan", "plan", "what_if"]
+__all__ = ["Plan", "Question", "plan", "what_if"]
 
 _FORMAT = 1
 _KEPT = 40
+_UNEVEN = 1.05
+"""If the slowest rank has so much more to do than the mean, cuts inside blocks are tried, too."""
 
 
 def plan(
@@ -123,6 +125,8 @@ def plan(
     most = num_ranks * max(space.stages_per_rank or (4,))
     opened = None if profile is None else profile.opened
     subject = subject_of(model, example_args, example_kwargs, most, where, sizes, opened)
+    if profile is not None:
+        profile.check(node.name for node in subject.costs.nodes)
     pricing = Pricing(
         subject.costs,
         subject.sizes,
@@ -137,37 +141,77 @@ def plan(
         subject.stage_of,
         dict(pin or {}),
         tuple(tuple(group) for group in together),
-        None if profile is None else profile.reprice(subject),
+        profile,
         objective=objective,
     )
-    found = candidates(
-        num_ranks,
-        batch_size,
-        subject.num_parts,
-        subject.narrowed(space),
-        fixed_stages=subject.num_stages,
-        num_blocks=len(subject.blocks),
-    )
-    options = Search(pricing).run(found, budget=effort, progress=progress)
-    if not options or options[0].missing(limit) > 0:
-        raise PlanError(shortage_text(options, num_ranks, limit, len(found)))
-    if improve:
-        options = [rearranged(options[0], where, limit, objective), *options[1:]]
-    return Plan(
-        tuple(options[:_KEPT]),
-        where,
-        num_ranks,
-        batch_size,
-        limit,
-        optimizer,
-        dict(subject.sizes),
-        subject.opened,
-        subject.blocks,
-        len(found),
-        _step_flops(subject, options[0]),
-        subject,
-        (space, pricing),
-    )
+    asked = Question(subject, space, pricing, num_ranks, batch_size, improve)
+    return asked.answer(effort, progress)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a plan answers: a captured model, what may be chosen, and for which machine."""
+
+    subject: Subject
+    space: Space
+    pricing: Pricing
+    num_ranks: int
+    batch_size: int
+    improve: bool = False
+
+    def answer(self, effort: int, progress: Callable[[int, int], None] | None = None) -> Plan:
+        """Search all candidates.
+
+        Raises:
+            PlanError: nothing fits.
+        """
+        subject, pricing = self.subject, self.pricing
+        limit = pricing.memory_limit
+        found = candidates(
+            self.num_ranks,
+            self.batch_size,
+            subject.num_parts,
+            subject.narrowed(self.space),
+            fixed_stages=subject.num_stages,
+            num_blocks=len(subject.blocks),
+        )
+        options = Search(pricing).run(found, budget=effort, progress=progress)
+        if not options or options[0].missing(limit) > 0:
+            raise PlanError(shortage_text(options, self.num_ranks, limit, len(found)))
+        asked = self
+        if options[0].imbalance > _UNEVEN:
+            asked, options = self._with_finer_cuts(options, effort // 4)
+            subject = asked.subject
+        if self.improve:
+            better = rearranged(options[0], pricing.hardware, limit, pricing.objective)
+            options = [better, *options[1:]]
+        return Plan(
+            tuple(options[:_KEPT]),
+            pricing.hardware,
+            self.num_ranks,
+            self.batch_size,
+            limit,
+            pricing.training.optimizer,
+            dict(pricing.sizes),
+            subject.opened,
+            subject.blocks,
+            len(found),
+            _step_flops(subject, pricing.sizes, options[0]),
+            asked,
+        )
+
+    def _with_finer_cuts(self, options: list[Option], effort: int) -> tuple[Question, list[Option]]:
+        """The best options again with cuts inside blocks, if that makes the step shorter."""
+        finer = self.subject.opened_up(self.pricing.hardware)
+        if finer is None or self.pricing.profile is not None:
+            return self, options
+        pricing = replace(self.pricing, costs=finer.costs)
+        again = [option.candidate for option in options[:8] if option.candidate.pipeline > 1]
+        found = Search(pricing).run(again, budget=effort)
+        limit = pricing.memory_limit
+        if not found or found[0].missing(limit) or found[0].step_time > 0.99 * options[0].step_time:
+            return self, options
+        return replace(self, subject=finer, pricing=pricing), found
 
 
 def what_if(found: Plan, *, effort: int = 150_000) -> list[tuple[str, Plan | None]]:
@@ -176,52 +220,41 @@ def what_if(found: Plan, *, effort: int = 150_000) -> list[tuple[str, Plan | Non
     Raises:
         PlanError: the plan was loaded and does not hold the model.
     """
-    if found.subject is None or found.asked is None:
+    asked = found.question
+    if asked is None:
         raise PlanError("a plan from a file does not hold the model: plan again to ask what if")
-    machine, ranks = found.hardware, found.num_ranks
+    pricing, ranks, rows = asked.pricing, asked.num_ranks, asked.batch_size
+    machine, limit = pricing.hardware, pricing.memory_limit
     slower = replace(machine.inter, bytes_per_time=machine.inter.bytes_per_time / 4)
-    changes: list[tuple[str, Hardware, int, float]] = [
-        ("as planned", machine, ranks, found.memory_limit),
-        ("half the ranks", machine, max(ranks // 2, 1), found.memory_limit),
-        ("twice the ranks", machine, 2 * ranks, found.memory_limit),
-        ("a quarter of the network", replace(machine, inter=slower), ranks, found.memory_limit),
-        ("half the memory", machine, ranks, found.memory_limit / 2),
-        ("twice the memory", machine, ranks, 2 * found.memory_limit),
-    ]
-    rows: list[tuple[str, Plan | None]] = []
-    for label, where, count, limit in changes:
+    changes = {
+        "as planned": asked,
+        "half the ranks": replace(asked, num_ranks=max(ranks // 2, 1)),
+        "twice the ranks": replace(asked, num_ranks=2 * ranks),
+        "a quarter of the network": replace(
+            asked, pricing=replace(pricing, hardware=replace(machine, inter=slower))
+        ),
+        "half the memory": replace(asked, pricing=replace(pricing, memory_limit=limit / 2)),
+        "twice the memory": replace(asked, pricing=replace(pricing, memory_limit=2 * limit)),
+    }
+    length = asked.subject.traced.hints.get("sequence") and pricing.sizes["sequence"]
+    if length and rows % 2 == 0:
+        longer = {**pricing.sizes, "sequence": 2 * length}
+        changes["twice the sequence, as many tokens"] = replace(
+            asked, pricing=replace(pricing, sizes=longer), batch_size=rows // 2
+        )
+    plans: list[tuple[str, Plan | None]] = []
+    for label, changed in changes.items():
         try:
-            rows.append((label, _planned_again(found, where, count, limit, effort)))
+            plans.append((label, changed.answer(effort)))
         except PlanError:
-            rows.append((label, None))
-    return rows
+            plans.append((label, None))
+    return plans
 
 
-def _planned_again(found: Plan, where: Hardware, num_ranks: int, limit: float, effort: int) -> Plan:
-    assert found.subject is not None and found.asked is not None
-    subject, (space, pricing) = found.subject, found.asked
-    pricing = replace(pricing, hardware=where, memory_limit=limit)
-    listed = candidates(
-        num_ranks, found.batch_size, subject.num_parts, subject.narrowed(space),
-        fixed_stages=subject.num_stages, num_blocks=len(subject.blocks),
-    )  # fmt: skip
-    options = Search(pricing).run(listed, budget=effort)
-    if not options or options[0].missing(limit) > 0:
-        raise PlanError("nothing fits")
-    return replace(
-        found,
-        options=tuple(options[:_KEPT]),
-        hardware=where,
-        num_ranks=num_ranks,
-        memory_limit=limit,
-        num_candidates=len(listed),
-    )
-
-
-def _step_flops(subject: Subject, best: Option) -> float:
+def _step_flops(subject: Subject, sizes: Mapping[str, int], best: Option) -> float:
     """The model's own FLOPs in a step, without what checkpointing repeats."""
     candidate = best.candidate
-    sizes = {**subject.sizes, "batch": candidate.microbatch_size}
+    sizes = {**sizes, "batch": candidate.microbatch_size}
     each = sum(subject.costs.flops(phase, sizes) for phase in PHASES)
     return each * candidate.num_microbatches * candidate.data_parallel
 
@@ -246,12 +279,16 @@ class Plan:
     blocks: tuple[str, ...]
     num_candidates: int
     flops: float = 0.0
-    subject: Subject | None = field(default=None, compare=False, repr=False)
-    asked: tuple[Space, Pricing] | None = field(default=None, compare=False, repr=False)
+    question: Question | None = field(default=None, compare=False, repr=False)
 
     @property
     def best(self) -> Option:
         return self.options[0]
+
+    @property
+    def subject(self) -> Subject | None:
+        """The model that was planned; None for a plan from a file."""
+        return None if self.question is None else self.question.subject
 
     @property
     def step_time(self) -> float:
@@ -277,8 +314,6 @@ class Plan:
 
     def rows(self) -> list[dict[str, Any]]:
         """The ranked table as plain data; `why` says why an option lost."""
-        from fxpipe.planner.plan_text import table_rows
-
         return table_rows(self)
 
     def build(

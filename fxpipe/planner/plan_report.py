@@ -1,8 +1,9 @@
-"""The report of a plan: its best options side by side, as HTML."""
+"""Pictures of plans: the best options side by side as HTML, and what changes would do."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,11 +13,12 @@ from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.plan_text import summary_lines
 from fxpipe.planner.search.option import Option
+from fxpipe.text import number_text, seconds_text
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
 
-__all__ = ["write_plan_report"]
+__all__ = ["draw_what_if", "write_plan_report"]
 
 _MOST_ACTIONS = 12_000
 
@@ -30,9 +32,13 @@ def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) ->
 
     fitting = [option for option in plan.options if not option.missing(plan.memory_limit)]
     shown = [_shortened(option) for option in fitting[:most]]
-    names = [str(option.candidate) for option in shown]
+    # Simulated as in the search, transfers beside compute, so that both have the same order.
     candidates = [
-        (name, *option.timeline(plan.hardware)) for name, option in zip(names, shown, strict=True)
+        (
+            f"{drawn.candidate}: a step of {seconds_text(option.step_time)}",
+            *drawn.timeline(plan.hardware, transfers=False),
+        )
+        for option, drawn in zip(fitting, shown, strict=False)
     ]
     notes = summary_lines(plan)
     notes.append(
@@ -41,7 +47,10 @@ def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) ->
     )
     if shown[0].candidate != plan.best.candidate:
         count = plan.best.candidate.num_microbatches
-        notes.append(f"Timelines are drawn with fewer than the {count} microbatches of the plan.")
+        notes.append(
+            f"Timelines are drawn with fewer than the {count} microbatches of the plan, which has "
+            "the time that stands with each name."
+        )
     pipe, flops = _pipe_of(plan)
     return write_report(
         path,
@@ -79,3 +88,31 @@ def _pipe_of(plan: Plan) -> tuple[Pipe | None, list[float] | None]:
     for name, seen in subject.costs.at(sizes).items():
         flops[stage_of[name]] += sum(seen.flops(phase) for phase in PHASES)
     return pipe, flops
+
+
+def draw_what_if(rows: Sequence[tuple[str, Plan | None]], path: str | os.PathLike[str]) -> Path:
+    """Draw `what_if`: how many rows per second and rank each change makes, as bars."""
+    from fxpipe.viz.drawing.files import write_scene
+    from fxpipe.viz.drawing.palette import LIGHT
+    from fxpipe.viz.drawing.scene import Box, Item, Label, Scene
+
+    look, left, widest = LIGHT, 270.0, 380.0
+    rates = [0.0 if plan is None else plan.throughput / plan.num_ranks for _, plan in rows]
+    items: list[Item] = [
+        Label(20, 30, "Rows per second and rank, if", 15, look.ink, bold=True),
+    ]
+    for place, ((label, plan), rate) in enumerate(zip(rows, rates, strict=True)):
+        y = 50.0 + 34 * place
+        width = widest * rate / (max(rates) or 1.0)
+        said = "nothing fits"
+        if plan is not None:
+            said = f"{number_text(rate)}, a step of {seconds_text(plan.step_time)}"
+        items += [
+            Label(left - 10, y + 16, label, 12, look.ink, anchor="end"),
+            Box(left, y, width, 22, look.bar, tip="" if plan is None else str(plan.best.candidate)),
+            Label(left + width + 8, y + 16, said, 12, look.muted),
+        ]
+    target = Path(path)
+    size = (left + widest + 230, 60.0 + 34 * len(rows))
+    write_scene(Scene(*size, tuple(items), "what if"), target)
+    return target

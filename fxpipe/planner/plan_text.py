@@ -49,15 +49,18 @@ def table_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def plan_text(plan: Plan, *, others: int = 10) -> str:
     """What was chosen, how the model is cut, what the fullest rank holds, why others lost."""
-    lines = [*_head(plan), "", *_cut_lines(plan.best), "", _memory_line(plan.best)]
+    lines = [*_head(plan), "", _cut_line(plan), *_indented(_cut_rows(plan.best), left=(8,))]
+    lines += ["", *_memory_lines(plan)]
     if others:
-        lines += ["", *_other_lines(plan, others)]
+        rows = _other_rows(plan, others)
+        lines += ["", f"the best {len(rows) - 1} of {len(plan.options)} simulated:"]
+        lines += _indented(rows, left=(3, 4))
     return "\n".join(lines)
 
 
 def summary_lines(plan: Plan) -> list[str]:
     """The text without its tables."""
-    return [*_head(plan), _cut_lines(plan.best)[0], _memory_line(plan.best)]
+    return [*_head(plan), _cut_line(plan), *_memory_lines(plan)]
 
 
 def _head(plan: Plan) -> list[str]:
@@ -148,9 +151,26 @@ def what_if_rows(rows: Sequence[tuple[str, Plan | None]]) -> list[tuple[str, ...
     return table
 
 
-def _cut_lines(option: Option) -> list[str]:
+def _cut_line(plan: Plan) -> str:
+    """The slowest rank, beside what no cut can get it below."""
+    option = plan.best
     loads = option.rank_loads
-    rows = [("stage", "rank", "F", "I", "W", "state", "kept", "sends", "parts")]
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    why = f"the cut: rank {slowest} is the slowest with {seconds_text(loads[slowest])} of compute "
+    why += f"per microbatch, {option.imbalance:.3g} times the mean"
+    if option.bound:
+        busiest = max(option.loads_with_transfers(plan.hardware))
+        why += (
+            f"; with transfers {seconds_text(busiest)} at most, and no cut gets all ranks below "
+            f"{seconds_text(min(option.bound, busiest))}"
+        )
+    return why
+
+
+def _cut_rows(option: Option) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("stage", "rank", "F", "I", "W", "state", "kept", "sends", "parts")
+    ]
     for stage, numbers in enumerate(option.stages):
         sent = math.fsum(there for (a, _), (there, _) in option.edge_bytes.items() if a == stage)
         rows.append(
@@ -166,13 +186,7 @@ def _cut_lines(option: Option) -> list[str]:
                 _span(option.modules[stage]),
             )
         )
-    slowest = max(range(len(loads)), key=loads.__getitem__)
-    why = f"the cut: rank {slowest} is the slowest with {seconds_text(loads[slowest])} of compute "
-    why += f"per microbatch, {option.imbalance:.3g} times the mean"
-    if option.bound:
-        # The bound counts transfers too, so it can lie above the compute time alone.
-        why += f"; no cut gets a rank's compute and transfers below {seconds_text(option.bound)}"
-    return [why, *_indented(rows, left=(8,))]
+    return rows
 
 
 def _span(modules: Sequence[str]) -> str:
@@ -183,18 +197,25 @@ def _span(modules: Sequence[str]) -> str:
     return f"{modules[0]} .. {modules[-1]} ({len(modules)})"
 
 
-def _memory_line(option: Option) -> str:
-    memory = option.prediction.memory
+def _memory_lines(plan: Plan) -> list[str]:
+    """What the fullest rank holds, and what is free on each."""
+    memory = plan.best.prediction.memory
     fullest = max(range(len(memory)), key=lambda rank: memory[rank].total)
-    return f"rank {fullest} holds {bytes_text(memory[fullest].total)}: {_parts(memory[fullest])}"
+    free = [bytes_text(plan.memory_limit - held.total) for held in memory]
+    most = 16
+    more = f" and {len(free) - most} more" if len(free) > most else ""
+    return [
+        f"rank {fullest} holds {bytes_text(memory[fullest].total)}: {_parts(memory[fullest])}",
+        f"free on each rank: {', '.join(free[:most])}{more}",
+    ]
 
 
 def _parts(memory: Memory) -> str:
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
 
 
-def _other_lines(plan: Plan, most: int) -> list[str]:
-    rows = [("step", "idle", "peak", "option", "")]
+def _other_rows(plan: Plan, most: int) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("step", "idle", "peak", "option", "")]
     rows += [
         (
             seconds_text(option.step_time),
@@ -205,8 +226,7 @@ def _other_lines(plan: Plan, most: int) -> list[str]:
         )
         for option in plan.options[: most + 1]
     ]
-    simulated = len(plan.options)
-    return [f"the best {len(rows) - 1} of {simulated} simulated:", *_indented(rows, left=(3, 4))]
+    return rows
 
 
 def _indented(rows: Sequence[Sequence[str]], *, left: Sequence[int]) -> list[str]:
@@ -254,35 +274,9 @@ def _by_total(memories: Sequence[Memory]) -> Callable[[int], float]:
 def plan_html(plan: Plan) -> str:
     """For notebooks."""
     head, *rest = _head(plan)
-    cut = [("stage", "rank", "F", "I", "W", "state", "kept per microbatch", "parts")]
-    for stage, numbers in enumerate(plan.best.stages):
-        cut.append(
-            (
-                str(stage),
-                str(plan.best.placement.stage_to_rank[stage]),
-                seconds_text(numbers.forward),
-                seconds_text(numbers.backward_input),
-                seconds_text(numbers.backward_weight),
-                bytes_text(numbers.state),
-                bytes_text(numbers.kept + numbers.kept_received),
-                _span(plan.best.modules[stage]),
-            )
-        )
-    others = [("", "option", "step", "idle", "peak", "why")]
-    for place, option in enumerate(plan.options[:15]):
-        others.append(
-            (
-                str(place),
-                str(option.candidate),
-                seconds_text(option.step_time),
-                f"{option.prediction.bubble:.1%}",
-                bytes_text(option.peak),
-                why_slower(option, plan.best, plan.memory_limit),
-            )
-        )
     lines = "".join(f"<p>{escape(line)}</p>" for line in rest)
+    memory = "".join(f"<p>{escape(line)}</p>" for line in _memory_lines(plan))
     return (
-        f"<div><p><b>{escape(head)}</b></p>{lines}{html_table(others)}"
-        f"<p>{escape(_cut_lines(plan.best)[0])}</p>{html_table(cut)}"
-        f"<p>{escape(_memory_line(plan.best))}</p></div>"
+        f"<div><p><b>{escape(head)}</b></p>{lines}{html_table(_other_rows(plan, 14))}"
+        f"<p>{escape(_cut_line(plan))}</p>{html_table(_cut_rows(plan.best))}{memory}</div>"
     )

@@ -1,7 +1,7 @@
 """What was measured of a model: plain numbers that can be saved, and put into a plan.
 
-`Profile.reprice` replaces the estimated times of a workload with measured ones. Batch
-sizes between and beyond the measured ones follow straight lines.
+A workload takes measured times and bytes in the place of its own. Batch sizes between and
+beyond the measured ones follow straight lines.
 """
 
 from __future__ import annotations
@@ -10,23 +10,17 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
-from fxpipe.planner.cost.training import Checkpointing
-from fxpipe.planner.cost.workload import NodeLoad, Workload
-from fxpipe.planner.partition.work import Item, Work
 from fxpipe.program import Link
-
-if TYPE_CHECKING:
-    from fxpipe.planner.search.subject import Subject
 
 __all__ = ["Measured", "Profile", "fingerprint_of"]
 
@@ -45,6 +39,10 @@ class Measured:
     backward_weight: float
     kept: float | None = None
 
+    @property
+    def times(self) -> tuple[float, float, float]:
+        return self.forward, self.backward_input, self.backward_weight
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -60,29 +58,27 @@ class Profile:
     link: Link | None = None
 
     def times(self, node: str, batch: int) -> Measured | None:
-        """The times of a node for a batch size; None if it was not measured."""
+        """What a node takes at a batch size; None if it was not measured."""
         found = self.parts.get(node)
         if not found:
             return None
-        if batch in found:
-            return found[batch]
-        if 0 in found:
-            return found[0]
+        if batch in found or 0 in found:
+            return found.get(batch) or found[0]
         known = sorted(found)
         if len(known) == 1:
-            return _scaled(found[known[0]], batch / known[0])
+            return _between(Measured(0.0, 0.0, 0.0, 0.0), found[known[0]], batch / known[0])
         low = max((size for size in known[:-1] if size <= batch), default=known[0])
         high = known[known.index(low) + 1]
-        share = (batch - low) / (high - low)
-        first, second = found[low], found[high]
-        times = [
-            max(a + share * (b - a), 0.0)
-            for a, b in zip(_numbers(first), _numbers(second), strict=True)
-        ]
-        if first.kept is None or second.kept is None:
-            return Measured(*times)
-        kept = max(first.kept + share * (second.kept - first.kept), 0.0)
-        return replace(Measured(*times), kept=kept)
+        return _between(found[low], found[high], (batch - low) / (high - low))
+
+    def check(self, nodes: Iterable[str]) -> None:
+        """Refuse a model of which nothing was measured.
+
+        Raises:
+            PlanError: none of its nodes was.
+        """
+        if self.parts.keys().isdisjoint(nodes):
+            raise PlanError("the profile is of another model: none of its parts occur in this one")
 
     def with_link(self, link: Link | None) -> Profile:
         return self if link is None else replace(self, link=link)
@@ -94,31 +90,6 @@ class Profile:
             return found
         return replace(found, name=f"{found.name}, measured", intra=self.link, inter=self.link)
 
-    def reprice(self, subject: Subject) -> Callable[[Workload, int, Checkpointing], Workload]:
-        """A function that puts the measured times into a workload.
-
-        Raises:
-            PlanError: nothing of the model was measured.
-        """
-        nodes = {node.name: node for node in subject.costs.nodes}
-        if not any(name in self.parts for name in nodes):
-            raise PlanError("the profile is of another model: none of its parts occur in this one")
-
-        def reprice(load: Workload, batch: int, mode: Checkpointing) -> Workload:
-            loads = {}
-            for name, old in load.loads.items():
-                found = self.times(name, batch)
-                repeats = nodes[name].is_block and mode != "none"
-                loads[name] = old if found is None else _with_times(old, found, repeats, mode)
-            items = tuple(
-                _item(item, [loads[name] for name in names])
-                for item, names in zip(load.work.items, load.nodes, strict=True)
-            )
-            work = Work(items, load.work.flows, load.work.shared)
-            return replace(load, work=work, loads=loads)
-
-        return reprice
-
     def to_json(self) -> str:
         data = {
             "format": _FORMAT,
@@ -127,7 +98,7 @@ class Profile:
             "opened": list(self.opened),
             "link": None if self.link is None else [self.link.latency, self.link.bytes_per_time],
             "parts": {
-                node: {str(batch): [*_numbers(found), found.kept] for batch, found in sizes.items()}
+                node: {str(batch): [*found.times, found.kept] for batch, found in sizes.items()}
                 for node, sizes in self.parts.items()
             },
         }
@@ -199,39 +170,14 @@ def _device_name(device: torch.device) -> str:
     return f"{device.type} {platform.machine()} {platform.processor()}"
 
 
-def _numbers(found: Measured) -> tuple[float, float, float]:
-    return found.forward, found.backward_input, found.backward_weight
+def _between(first: Measured, second: Measured, share: float) -> Measured:
+    """A point of the line through two measurements."""
 
+    def point(a: float, b: float) -> float:
+        return max(a + share * (b - a), 0.0)
 
-def _scaled(found: Measured, share: float) -> Measured:
-    kept = None if found.kept is None else share * found.kept
-    return replace(Measured(*(share * value for value in _numbers(found))), kept=kept)
-
-
-def _with_times(old: NodeLoad, found: Measured, repeats: bool, mode: Checkpointing) -> NodeLoad:
-    backward = found.backward_input
-    if repeats and (backward or found.backward_weight):
-        # A cheap repetition is the same share of the forward as in the estimate.
-        share = 1.0
-        if mode == "selective" and old.forward:
-            share = min(old.repeated / old.forward, 1.0)
-        backward += share * found.forward
-    # What a checkpointed block keeps is another matter than what was measured without.
-    inside = old.inside if found.kept is None or (repeats and mode != "none") else found.kept
-    return replace(
-        old,
-        inside=inside,
-        forward=found.forward,
-        backward_input=backward,
-        backward_weight=found.backward_weight,
-    )
-
-
-def _item(item: Item, loads: Sequence[NodeLoad]) -> Item:
-    return replace(
-        item,
-        forward=sum(load.forward for load in loads),
-        backward_input=sum(load.backward_input for load in loads),
-        backward_weight=sum(load.backward_weight for load in loads),
-        residual=sum(load.inside for load in loads),
-    )
+    kept = None
+    if first.kept is not None and second.kept is not None:
+        kept = point(first.kept, second.kept)
+    forward, backward_input, backward_weight = map(point, first.times, second.times)
+    return Measured(forward, backward_input, backward_weight, kept)

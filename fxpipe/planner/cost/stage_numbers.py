@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.cost.workload import Workload, is_model_input
+from fxpipe.program import Kind
 
 __all__ = ["EdgeBytes", "StageNumbers", "numbers_of"]
 
@@ -58,6 +59,12 @@ class StageNumbers:
     @property
     def state(self) -> float:
         return self.weights + self.gradients + self.optimizer
+
+    def peak(self, kind: Kind) -> float:
+        """What a compute action needs beyond all that is held when it starts."""
+        if kind is Kind.FORWARD:
+            return self.forward_peak
+        return self.weight_peak if kind is Kind.BACKWARD_WEIGHT else self.backward_peak
 
 
 def numbers_of(

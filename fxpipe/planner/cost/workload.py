@@ -13,12 +13,13 @@ stages that use them, so they are no flows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.cost.measured import Measured
 from fxpipe.planner.cost.node_runs import Sizes
 from fxpipe.planner.cost.parallel import Layout, communication, op_time, share_of
 from fxpipe.planner.cost.training import State, Training, as_run, state_of, with_loss
@@ -32,23 +33,21 @@ __all__ = ["NodeLoad", "Workload", "workload_of"]
 class NodeLoad:
     """Numbers for one node: times in seconds, then bytes per microbatch.
 
-    `keeps` are the storages held for the backward besides `inside`; `repeated` is the part
-    of `backward_input` in which checkpointing computes the forward again, and `whole` what
-    the node holds inside once it did. Peaks are as in `Observation`. `exposed` is the part of
-    the times in which the node waits for collectives.
+    `keeps` are the storages held for the backward besides `inside`; `whole` is what the node
+    holds inside after checkpointing has computed its forward again. Peaks are as in
+    `Observation`. `exposed` is the part of the times in which the node waits for collectives.
     """
 
     forward: float
     backward_input: float
     backward_weight: float
     inside: float
-    keeps: tuple[ValueId, ...]
     deferred: float
-    repeated: float = 0.0
-    whole: float = 0.0
-    forward_peak: float = 0.0
-    backward_peak: float = 0.0
-    exposed: float = 0.0
+    whole: float
+    forward_peak: float
+    backward_peak: float
+    exposed: float
+    keeps: tuple[ValueId, ...] = ()
 
     @property
     def time(self) -> float:
@@ -89,45 +88,27 @@ def workload_of(
     hardware: Hardware,
     training: Training | None = None,
     layout: Layout | None = None,
+    *,
+    measured: Callable[[str], Measured | None] | None = None,
 ) -> Workload:
-    """Price every node at given sizes on given hardware, and group them into items."""
+    """Price every node at given sizes on given hardware, and group them into items.
+
+    What was `measured` of a node replaces its estimate.
+    """
     training, layout = training or Training(), layout or Layout()
     states = {name: state_of(p, training, layout) for name, p in costs.parameters.items()}
-    prices = _Prices(costs, sizes, hardware, training, layout, states)
+    prices = _Prices(costs, sizes, hardware, training, layout, states, measured)
     blocks = [n.name for n in costs.nodes if n.is_block and n.parameters]
     number = {name: index for index, name in enumerate(blocks)}
-    loads = {
-        node.name: _load(costs, node, *prices.of(node), training, number.get(node.name, 0))
-        for node in costs.nodes
-    }
+    loads = {node.name: prices.of(node, number.get(node.name, 0)) for node in costs.nodes}
     groups = _group(costs, sizes, loads)
     item_of = {name: item for item, names in enumerate(groups) for name in names}
     by_name = {node.name: node for node in costs.nodes}
-    made = Workload(
-        costs,
-        sizes,
-        training,
-        layout,
-        Work(()),
-        tuple(tuple(names) for names in groups),
-        loads,
-        states,
-    )
+    nodes = tuple(tuple(names) for names in groups)
+    made = Workload(costs, sizes, training, layout, Work(()), nodes, loads, states)
     items = tuple(_item(names, loads, by_name) for names in groups)
     shared = (*_state(made, item_of), *_kept(made, item_of))
     return replace(made, work=Work(items, _flows(made, item_of), shared))
-
-
-@dataclass(frozen=True, slots=True)
-class _Price:
-    """Seconds of each phase, of a forward's cheap parts, of every other product, of waiting."""
-
-    forward: float
-    backward_input: float
-    backward_weight: float
-    cheap: float
-    every_other: float
-    exposed: float
 
 
 class _Prices:
@@ -141,20 +122,33 @@ class _Prices:
         training: Training,
         layout: Layout,
         states: Mapping[str, State],
+        measured: Callable[[str], Measured | None] | None,
     ) -> None:
         self.costs, self.sizes, self.hardware = costs, sizes, hardware
         self.training, self.layout, self.states = training, layout, states
+        self.measured = measured
         self.seen = costs.at(sizes)
         self.results = {value[0] for value in costs.result}
-        self._known: dict[object, tuple[Observation, _Price]] = {}
+        self._known: dict[object, tuple[Observation, NodeLoad]] = {}
 
-    def of(self, node: NodeInfo) -> tuple[Observation, _Price]:
+    def of(self, node: NodeInfo, number: int) -> NodeLoad:
+        """The numbers of a node; `number` counts the blocks."""
         is_last = self.training.has_loss and node.name in self.results
-        key = (id(self.seen[node.name]), is_last, node.is_block)
+        repeats = node.is_block and self.training.recomputes(number)
+        found = None if self.measured is None else self.measured(node.name)
+        key = (id(self.seen[node.name]), is_last, node.is_block, repeats, found)
         if key not in self._known:
             seen = self._transformed(node, is_last)
-            self._known[key] = (seen, self._price(node, seen))
-        return self._known[key]
+            self._known[key] = (seen, self._load(node, seen, repeats, found))
+        seen, load = self._known[key]
+        inputs = [self.costs.root(value) for value in node.inputs]
+        keeps = [value for value, keep in zip(inputs, seen.keeps_input, strict=False) if keep]
+        outputs = [self.costs.root((node.name, place)) for place in range(len(node.outputs))]
+        keeps += [value for value, keep in zip(outputs, seen.keeps_output, strict=False) if keep]
+        if repeats and (load.backward_input or load.backward_weight):
+            keeps = inputs
+        made = (value for value in dict.fromkeys(keeps) if not is_model_input(self.costs, value))
+        return replace(load, keeps=tuple(made))
 
     def _transformed(self, node: NodeInfo, is_last: bool) -> Observation:
         seen = as_run(self.seen[node.name], self.training, is_block=node.is_block)
@@ -175,31 +169,51 @@ class _Prices:
         regathers = self.training.is_fused
         return share_of(seen, self.layout, stream, source, regathers=regathers)
 
-    def _price(self, node: NodeInfo, seen: Observation) -> _Price:
+    def _load(
+        self, node: NodeInfo, seen: Observation, repeats: bool, found: Measured | None
+    ) -> NodeLoad:
         machine, layout = self.hardware, self.layout
-        times = {
-            phase: math.fsum(op_time(op, machine, layout) for op in seen.ops(phase) if not op.group)
-            for phase in PHASES
-        }
         shown = 0.25 if self.training.kernels == "overlapped" else 1.0
         waits = {
             phase: communication(seen.ops(phase), machine, layout, tensor_share=shown)
             for phase in PHASES
         }
-        cheap = math.fsum(
-            op_time(op, machine, layout)
-            for op in seen.forward
-            if op.op_class == "memory" and not op.group
-        )
-        every_other = math.fsum(op_time(op, machine, layout) for op in _every_other(seen))
-        whole = {phase: times[phase] + waits[phase] for phase in PHASES}
+        alone = {
+            phase: self._time(op for op in seen.ops(phase) if not op.group) for phase in PHASES
+        }
+        times = {phase: alone[phase] + waits[phase] for phase in PHASES}
         if layout.sharding >= 2 and layout.context * layout.data > 1:
-            whole = self._hidden(node, whole)
-        exposed = math.fsum(whole.values()) - math.fsum(times.values())
-        return _Price(
-            whole["forward"], whole["backward_input"], whole["backward_weight"], cheap,
-            every_other, exposed,
+            times = self._hidden(node, times)
+        exposed = math.fsum(times.values()) - math.fsum(alone.values())
+        inside = seen.kept_inside
+        estimated = times["forward"]
+        if found is not None:
+            times = dict(zip(PHASES, found.times, strict=True))
+            inside = inside if found.kept is None else found.kept
+        if repeats and (times["backward_input"] or times["backward_weight"]):
+            again, inside = self._repeated(seen, estimated)
+            times["backward_input"] += times["forward"] * min(again / (estimated or 1.0), 1.0)
+        return NodeLoad(
+            times["forward"], times["backward_input"], times["backward_weight"], inside,
+            seen.deferred, seen.kept_inside, seen.forward_peak, seen.backward_peak, exposed,
         )  # fmt: skip
+
+    def _time(self, ops: Iterable[Op]) -> float:
+        return math.fsum(op_time(op, self.hardware, self.layout) for op in ops)
+
+    def _repeated(self, seen: Observation, forward: float) -> tuple[float, float]:
+        """How long the repeated part of a block's forward takes, and what is kept of it."""
+        products = [op for op in seen.forward if op.op_class != "memory"]
+        cheap = [op for op in seen.forward if op.op_class == "memory" and not op.group]
+        kept = math.fsum(op.made_bytes for op in products)
+        if self.training.checkpointing == "selective":
+            return self._time(cheap), min(seen.kept_inside, kept)
+        if self.training.checkpointing == "alternate":
+            # The second of every two products is computed again.
+            again = [op for op in products if op.op_class != "attention"][1::2]
+            kept -= math.fsum(op.made_bytes for op in again)
+            return self._time([*cheap, *again]), min(seen.kept_inside, kept)
+        return forward, 0.0
 
     def _hidden(self, node: NodeInfo, times: Mapping[Phase, float]) -> dict[Phase, float]:
         """Times with gathers of weights and scatters of gradients beside them."""
@@ -220,52 +234,6 @@ class _Prices:
         }
 
 
-def _every_other(seen: Observation) -> list[Op]:
-    """The products that "alternate" checkpointing computes again: the second of every two."""
-    return [op for op in seen.forward if op.op_class not in ("memory", "attention")][1::2]
-
-
-def _load(
-    costs: GraphCosts,
-    node: NodeInfo,
-    seen: Observation,
-    price: _Price,
-    training: Training,
-    number: int,
-) -> NodeLoad:
-    inside, repeated = float(seen.kept_inside), 0.0
-    inputs = [costs.root(value) for value in node.inputs]
-    keeps = [value for value, keep in zip(inputs, seen.keeps_input, strict=False) if keep]
-    outputs = [costs.root((node.name, place)) for place in range(len(node.outputs))]
-    keeps += [value for value, keep in zip(outputs, seen.keeps_output, strict=False) if keep]
-    has_backward = price.backward_input or price.backward_weight
-    if node.is_block and has_backward and training.recomputes(number):
-        keeps = inputs
-        products = [op.made_bytes for op in seen.forward if op.op_class != "memory"]
-        again = [op.made_bytes for op in _every_other(seen)]
-        if training.checkpointing == "selective":
-            inside, repeated = min(inside, math.fsum(products)), price.cheap
-        elif training.checkpointing == "alternate":
-            inside = min(inside, math.fsum(products) - math.fsum(again))
-            repeated = price.cheap + price.every_other
-        else:
-            inside, repeated = 0.0, price.forward
-    kept = tuple(value for value in dict.fromkeys(keeps) if not is_model_input(costs, value))
-    return NodeLoad(
-        price.forward,
-        price.backward_input + repeated,
-        price.backward_weight,
-        inside,
-        kept,
-        seen.deferred,
-        repeated,
-        seen.kept_inside,
-        seen.forward_peak,
-        seen.backward_peak,
-        price.exposed,
-    )
-
-
 def is_model_input(costs: GraphCosts, value: ValueId) -> bool:
     """Whether a value is given by the user rather than made by a node."""
     return value[0] not in costs.makers
@@ -276,11 +244,8 @@ def _item(names: list[str], loads: Mapping[str, NodeLoad], by_name: Mapping[str,
     node = by_name[heaviest]
     return Item(
         node.module or node.name,
-        math.fsum(loads[name].forward for name in names),
-        math.fsum(loads[name].backward_input for name in names),
-        math.fsum(loads[name].backward_weight for name in names),
-        0.0,
-        math.fsum(loads[name].inside for name in names),
+        math.fsum(loads[name].time for name in names),
+        residual=math.fsum(loads[name].inside for name in names),
     )
 
 

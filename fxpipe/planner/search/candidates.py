@@ -213,8 +213,15 @@ def _of_pipeline(
 
 
 def _per_rank(ranks: int, num_blocks: int) -> list[int]:
-    """Stages per rank to try: 1, 2, 4, and what divides equal blocks evenly."""
-    even = [n for n in (3, 5, 6, 8) if num_blocks and num_blocks % (n * ranks) == 0]
+    """Stages per rank to try: 1, 2, 4, and what divides equal blocks evenly.
+
+    Embedding and head may count as blocks of their own.
+    """
+    even = {
+        n
+        for n in range(3, 9)
+        if any(count and count % (n * ranks) == 0 for count in (num_blocks, num_blocks + 2))
+    }
     return sorted({1, 2, 4, *even})
 
 

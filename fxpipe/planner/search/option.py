@@ -57,6 +57,19 @@ class Option:
         held = [self.placement.stages_of(rank) for rank in range(self.candidate.pipeline)]
         return tuple(math.fsum(self.stages[stage].time for stage in own) for own in held)
 
+    def loads_with_transfers(self, hardware: Hardware) -> tuple[float, ...]:
+        """Time of each rank per microbatch with all it sends and receives, as `bound` has it."""
+        costs, loads = self.costs(hardware), list(self.rank_loads)
+        rank_of = self.placement.stage_to_rank
+        for (source, target), (there, back) in self.edge_bytes.items():
+            ends = rank_of[source], rank_of[target]
+            if ends[0] != ends[1]:
+                time = costs.transfer(*ends, there) if there else 0.0
+                time += costs.transfer(*ends[::-1], back) if back else 0.0
+                for end in ends:
+                    loads[end] += time
+        return tuple(loads)
+
     @property
     def imbalance(self) -> float:
         """The slowest rank's compute over the mean; 1 is perfect."""

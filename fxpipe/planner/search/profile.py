@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def profile(
     average: Callable[[Sequence[float]], float] = statistics.median,
     link: Link | None = None,
     cache: bool | str | os.PathLike[str] = True,
-    progress: Progress | bool = False,
+    progress: Progress | None = None,
 ) -> Profile:
     """Measure the parts of a model.
 
@@ -71,7 +71,7 @@ def profile(
         link: what was measured between two processes; see `fxpipe.runtime.wire.measure_link`.
         cache: whether to use and keep results, or the folder for them; by default
             $FXPIPE_CACHE or ~/.cache/fxpipe.
-        progress: True for a bar on the terminal, or a function of (done, all).
+        progress: called with (done, of all) as measuring goes on.
 
     Raises:
         PlanError: a part does not run alone, or the model cannot take a batch size.
@@ -85,8 +85,8 @@ def profile(
     if kept is not None and kept.is_file():
         with contextlib.suppress(PlanError):
             return Profile.load(kept).with_link(link)
-    with _shown(progress) as tell:
-        parts = _measure_all(traced, sizes, where, repeats, average, tell)
+    tell = progress or (lambda done, total: None)
+    parts = _measure_all(traced, sizes, where, repeats, average, tell)
     found = Profile(fingerprint, str(where), tuple(sorted(traced.opened)), parts, link)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -112,22 +112,6 @@ def _folder(cache: bool | str | os.PathLike[str]) -> Path | None:
     if cache is not True:
         return Path(cache)
     return Path(os.environ.get("FXPIPE_CACHE") or Path.home() / ".cache" / "fxpipe")
-
-
-@contextlib.contextmanager
-def _shown(progress: Progress | bool) -> Iterator[Progress]:
-    if callable(progress):
-        yield progress
-        return
-    if not progress or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _measure_all(

@@ -4,11 +4,11 @@ In:  the costs of a graph (or fixed stages), hardware, a memory limit.
 Out: `Option`s, quickest first.
 
 A candidate is guessed from the whole model's load and the schedule's outline. In the order of
-the guesses the model is cut and the program simulated, until what is left is guessed clearly
+the guesses the model is cut and a whole step simulated, until what is left is guessed clearly
 slower or the budget of simulated actions is used up; every schedule that may fit gets
-one try. Steps of more than `_LARGEST` actions are looked at only if no other fits. Long steps are
-first simulated in part. The best are then cut again by what their step really takes (`refine`),
-and the first is always simulated whole.
+one try. Steps of more than `_LARGEST` actions are looked at only if no other fits. A cut first
+makes ranks even; if memory is short, within what it leaves. The best are then cut again by what
+their step really takes (`refine`).
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware
+from fxpipe.planner.cost.measured import Profile
 from fxpipe.planner.cost.parallel import Layout
-from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers, numbers_of
-from fxpipe.planner.cost.training import Checkpointing, Training
+from fxpipe.planner.cost.stage_numbers import StageNumbers, numbers_of
+from fxpipe.planner.cost.training import Training
 from fxpipe.planner.cost.workload import Workload, is_model_input, workload_of
 from fxpipe.planner.order.orders import Objective
-from fxpipe.planner.partition.partition import Partition, partition, shifted
+from fxpipe.planner.partition.partition import Partition, partition
 from fxpipe.planner.partition.work import InFlight, Limits, in_flight
 from fxpipe.planner.search.auto_split import REORDER_GAIN, named_items
 from fxpipe.planner.search.candidates import Candidate, outline
-from fxpipe.planner.search.estimate import Memory, Prediction, predict, stage_costs
+from fxpipe.planner.search.estimate import predict, stage_costs
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.refine import best_cut
 from fxpipe.program import Placement, Program
 from fxpipe.program.play.collector import collector_paused
 
 __all__ = ["Pricing", "Search"]
-
-_WHOLE = 4_000
-"""Steps of up to so many actions are simulated from beginning to end."""
 
 _LARGEST = 150_000
 """Steps of more actions than this, deep pipelines of very many microbatches, are a last resort."""
@@ -64,7 +63,7 @@ class Pricing:
     stage_of: Mapping[str, int] | None = None
     pins: Mapping[str, int] | None = None
     together: tuple[tuple[str, ...], ...] = ()
-    reprice: Callable[[Workload, int, Checkpointing], Workload] | None = None
+    profile: Profile | None = None
     sequence_parallel: bool = True
     objective: Objective = "step"
 
@@ -75,30 +74,15 @@ class _Guess:
     memory: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The whole model: seconds of F, I and W, then bytes; `boundary` is a typical one."""
-
-    times: tuple[float, float, float]
-    weights: float
-    gradients: float
-    optimizer: float
-    reduced: float
-    residual: float
-    deferred: float
-    boundary: float
-
-
 class Search:
     """Prices candidates and remembers what they have in common."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self._loads: dict[tuple[object, ...], Workload] = {}
-        self._sums: dict[tuple[object, ...], _Whole] = {}
+        self._sums: dict[int, StageNumbers] = {}
         self._floors: dict[tuple[object, ...], float] = {}
-        self._cuts: dict[tuple[object, ...], list[Partition]] = {}
-        self._whole_steps: set[Candidate] = set()
+        self._cuts: dict[tuple[object, ...], tuple[list[tuple[int, ...]], float]] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
         self._moments: dict[tuple[object, ...], InFlight] = {}
         self._used = 0  # simulated actions
@@ -168,7 +152,7 @@ class Search:
     def _settle(
         self, tried: dict[Candidate, Option], budget: int, tell: Callable[[int, int], None]
     ) -> list[Option]:
-        """Cut the best options again by their steps, and simulate the first one whole."""
+        """Cut the best options again by their steps."""
         limit = self.pricing.memory_limit
 
         def ranked() -> list[Option]:
@@ -178,18 +162,15 @@ class Search:
 
         order = ranked()
         fits = bool(order) and order[0].missing(limit) <= 0
-        chosen = order[: 4 if fits else 16]
+        chosen = order[:16]
         for number, option in enumerate(chosen):
+            if fits and number >= 4 and self._used > budget:
+                break
             tell(budget * 7 // 10 + budget * number // len(chosen) // 5, budget)
             better = self.refine(option, budget=max(budget - self._used, budget // 4) // 4)
             tried[option.candidate] = better
             if not fits and better.missing(limit) <= 0:
                 break
-        for _ in range(8):
-            order = ranked()
-            if not order or order[0].candidate in self._whole_steps:
-                break
-            tried[order[0].candidate] = self._whole_step(order[0])
         tell(budget, budget)
         return ranked()
 
@@ -208,18 +189,22 @@ class Search:
             pricing = self.pricing
             sizes = {**pricing.sizes, "batch": candidate.microbatch_size}
             training = replace(pricing.training, checkpointing=candidate.checkpointing)
-            made = workload_of(pricing.costs, sizes, pricing.hardware, training, layout)
-            if pricing.reprice is not None:
-                made = pricing.reprice(made, *key[:2])
-            self._loads[key] = made
+            measured = None
+            if pricing.profile is not None:
+                measured = partial(pricing.profile.times, batch=candidate.microbatch_size)
+            self._loads[key] = workload_of(
+                pricing.costs, sizes, pricing.hardware, training, layout, measured=measured
+            )
         return self._loads[key]
 
     def guess(self, candidate: Candidate) -> _Guess:
         """Time and memory if the model could be cut anywhere."""
-        c, machine = candidate, self.pricing.hardware
-        whole, layout = self._whole(c), c.layout
-        ranks = c.pipeline
-        times = tuple(time / ranks for time in whole.times)
+        c, machine, layout = candidate, self.pricing.hardware, candidate.layout
+        load = self._load(c, _inside(layout))
+        if id(load) not in self._sums:
+            self._sums[id(load)] = numbers_of(load, [0] * len(load.nodes))[0][0]
+        whole, ranks = self._sums[id(load)], c.pipeline
+        times = [t / ranks for t in (whole.forward, whole.backward_input, whole.backward_weight)]
         slowest = max(math.fsum(times), c.stages_per_rank * self._heaviest(c))
         shards = layout.context * layout.data
         group = layout.group("replicas")
@@ -228,10 +213,11 @@ class Search:
             slowest = max(slowest, 1.5 * reduce)
         idle, holds = 0.0, 1.0
         if ranks > 1:
-            transfer = machine.intra.time(whole.boundary)
+            sizes = sorted(flow.num_bytes for flow in load.work.flows if flow.num_bytes)
+            transfer = machine.intra.time(sizes[len(sizes) // 2] if sizes else 0.0)
             shape = outline(c.schedule, c.stages_per_rank, times, transfer)
             idle, holds = shape.idle(ranks), shape.holds(ranks, c.num_microbatches)
-        kept = whole.residual
+        kept = whole.kept
         if c.info.splits_backward:
             # What waits for the weight half is held for part of the time.
             kept = max(kept, whole.deferred / 2)
@@ -263,33 +249,28 @@ class Search:
             given = self._as_given(candidate)
             return self._option(candidate, given, range(candidate.num_stages), 0.0)
         load, limit = self.load(candidate), self.pricing.memory_limit
-        options = [
-            (self._option(candidate, load, found.stage_of, found.bound), found)
-            for found in self._even(candidate, load)
-        ]
-        best, cut = min(options, key=lambda pair: (pair[0].missing(limit), pair[0].step_time))
+        cuts, bound = self._even(candidate, load)
+        options = [self._option(candidate, load, cut, bound) for cut in cuts]
+        best = min(options, key=lambda option: (option.missing(limit), option.step_time))
         if not 0 < best.missing(limit) < limit / 2 or best.step_time > below:
             return best
+        # What a partition does not count; with another cut that is another number.
         taken = [m.buffers + m.system + m.reserve for m in best.prediction.memory]
-        other = best
         for _ in range(4):
-            tight = self._tight(candidate, load, cut, taken)
-            if tight.stage_of != cut.stage_of:
-                other = self._option(candidate, load, tight.stage_of, tight.bound)
-            if other.missing(limit) < best.missing(limit):
-                best = other
+            try:
+                other = self._option(candidate, load, self._tight(candidate, load, taken), bound)
+            except PlanError:
+                break
+            best = min(best, other, key=lambda option: (option.missing(limit), option.step_time))
             if other.missing(limit) <= 0:
                 break
-            # What a partition does not count moved with the cut: leave room where it is short.
             lacks = [max(m.total - limit, 0.0) for m in other.prediction.memory]
             taken = [a + 1.2 * b for a, b in zip(taken, lacks, strict=True)]
-            cut = tight
         return best
 
     def option(self, candidate: Candidate, cut: Sequence[int]) -> Option:
-        """A candidate with a given stage for each item, its step simulated whole."""
-        load = self.load(candidate)
-        return self._whole_step(self._option(candidate, load, cut, 0.0))
+        """A candidate with a given stage for each item."""
+        return self._option(candidate, self.load(candidate), cut, 0.0)
 
     def refine(self, option: Option, *, budget: int) -> Option:
         """The option with its cuts moved while its step gets shorter, memory first."""
@@ -314,7 +295,7 @@ class Search:
             limits,
             rate,
             microbatches=candidate.num_microbatches,
-            tries=max(budget // self._actions(candidate), 2),
+            tries=max(budget // _num_actions(candidate), 2),
         )
         return known.get(found, option)
 
@@ -323,34 +304,6 @@ class Search:
             return self.price(candidate, below)
         except PlanError:
             return None
-
-    def _actions(self, candidate: Candidate) -> int:
-        """How many actions it takes to simulate a candidate for a first price."""
-        counts = _short_steps(candidate) or (candidate.num_microbatches,)
-        return 2 * candidate.num_stages * sum(counts)
-
-    def _whole(self, candidate: Candidate) -> _Whole:
-        inside = _inside(candidate.layout)
-        key = (candidate.microbatch_size, candidate.checkpointing, inside)
-        if key not in self._sums:
-            load = self._load(candidate, inside)
-            work, states = load.work, load.states.values()
-            sizes = sorted(flow.num_bytes for flow in work.flows if flow.num_bytes)
-            self._sums[key] = _Whole(
-                (
-                    math.fsum(item.forward for item in work.items),
-                    math.fsum(item.backward_input for item in work.items),
-                    math.fsum(item.backward_weight for item in work.items),
-                ),
-                math.fsum(state.weights for state in states),
-                math.fsum(state.gradients for state in states),
-                math.fsum(state.optimizer for state in states),
-                math.fsum(state.reduced for state in states),
-                math.fsum([*(i.residual for i in work.items), *(s.residual for s in work.shared)]),
-                math.fsum(node.deferred for node in load.loads.values()),
-                sizes[len(sizes) // 2] if sizes else 0.0,
-            )
-        return self._sums[key]
 
     def _limits(self, load: Workload, placement: Placement, layout: Layout) -> Limits:
         pricing = self.pricing
@@ -367,35 +320,42 @@ class Search:
         together += tuple(pair for pair in _fed_by_nothing(load) if pair[1] < len(load.nodes))
         return Limits(pins, together, link=pricing.hardware.intra, links=links)
 
-    def _even(self, candidate: Candidate, load: Workload) -> list[Partition]:
-        """Cuts by time: ranks as even as possible, and stages as even as possible."""
+    def _even(self, candidate: Candidate, load: Workload) -> tuple[list[tuple[int, ...]], float]:
+        """Cuts by time: ranks as even as possible, and stages as even as possible.
+
+        Then a load that no cut can get the slowest rank below.
+        """
         c = candidate
         placement = c.info.placement(c.pipeline, c.num_stages)
         leaves = c.layout.num_ranks >= self.pricing.hardware.ranks_per_node
-        key = (c.microbatch_size, c.checkpointing, placement, _inside(c.layout), leaves)
+        # Weights that are gathered and gradients that are scattered take time in a stage.
+        layout = c.layout if c.layout.sharding >= 2 else _inside(c.layout)
+        key = (c.microbatch_size, c.checkpointing, placement, layout, leaves)
         if key not in self._cuts:
             limits = self._limits(load, placement, c.layout)
-            found = [self._cut(load, placement, limits)]
+            found = self._cut(load, placement, limits)
+            cuts = [found.stage_of]
             if c.stages_per_rank > 1:
                 # Even ranks may hide uneven stages, for which microbatches queue up.
                 apart = Limits(limits.pins, limits.together, link=limits.link)
                 other = self._cut(load, Placement.loop(c.num_stages, c.num_stages), apart)
-                if other.stage_of != found[0].stage_of:
-                    found.append(other)
-            self._cuts[key] = found
+                cuts += [other.stage_of] if other.stage_of != found.stage_of else []
+            self._cuts[key] = (cuts, found.bound)
         return self._cuts[key]
 
     def _cut(self, load: Workload, placement: Placement, limits: Limits) -> Partition:
         return partition(load.work, placement, limits, effort=_EFFORT, reorder_gain=REORDER_GAIN)
 
     def _tight(
-        self, candidate: Candidate, load: Workload, cut: Partition, taken: Sequence[float]
-    ) -> Partition:
-        """The cut shifted so that as little memory as possible is missing.
+        self, candidate: Candidate, load: Workload, taken: Sequence[float]
+    ) -> tuple[int, ...]:
+        """The most even cut within the memory that is left where so much is taken.
 
-        A partition counts weights and residuals; `taken` is what each rank needs besides.
+        Raises:
+            PlanError: there is none.
         """
         c = candidate
+        # More microbatches than this do not change what a rank holds, or change it with each.
         count = min(c.num_microbatches, 4 * c.pipeline)
         program = self._program(c, count)
         key = (c.schedule, c.pipeline, c.num_stages, count)
@@ -404,7 +364,7 @@ class Search:
         limits = self._limits(load, program.placement, c.layout)
         room = tuple(max(self.pricing.memory_limit - size, 0.0) for size in taken)
         limits = replace(limits, memory=room, in_flight=self._moments[key])
-        return shifted(load.work, replace(cut, placement=program.placement), limits)
+        return self._cut(load, program.placement, limits).stage_of
 
     def _as_given(self, candidate: Candidate) -> Workload:
         """One item per stage, when stages are given."""
@@ -422,7 +382,10 @@ class Search:
         nodes: list[list[str]] = [[] for _ in range(candidate.num_stages)]
         for item, names in enumerate(load.nodes):
             nodes[cut[item]] += names
-        prediction = self._predict(candidate, stages, edges)
+        program = self._program(candidate, candidate.num_microbatches)
+        self._used += sum(map(len, program.ranks))
+        machine, objective = self.pricing.hardware, self.pricing.objective
+        prediction = predict(program, stages, edges, machine, candidate.layout, objective)
         return Option(
             candidate, prediction, stages, edges, tuple(map(tuple, nodes)),
             self._modules(nodes), bound,
@@ -433,34 +396,6 @@ class Search:
         named = {n.name: n.module for n in self.pricing.costs.nodes if n.module and n.parameters}
         return tuple(
             tuple(dict.fromkeys(named[name] for name in names if name in named)) for names in nodes
-        )
-
-    def _predict(
-        self, candidate: Candidate, stages: Sequence[StageNumbers], edges: EdgeBytes
-    ) -> Prediction:
-        counts = _short_steps(candidate)
-        if counts is None:
-            self._whole_steps.add(candidate)
-            return self._step(candidate, stages, edges, candidate.num_microbatches)
-        few, more = counts
-        short = self._step(candidate, stages, edges, few)
-        long = self._step(candidate, stages, edges, more)
-        return _extended(short, few, long, more, candidate.num_microbatches)
-
-    def _whole_step(self, option: Option) -> Option:
-        c = option.candidate
-        self._whole_steps.add(c)
-        found = self._step(c, option.stages, option.edge_bytes, c.num_microbatches)
-        return replace(option, prediction=found)
-
-    def _step(
-        self, candidate: Candidate, stages: Sequence[StageNumbers], edges: EdgeBytes, count: int
-    ) -> Prediction:
-        program = self._program(candidate, count)
-        self._used += sum(map(len, program.ranks))
-        pricing = self.pricing
-        return predict(
-            program, stages, edges, pricing.hardware, candidate.layout, pricing.objective
         )
 
     def _program(self, candidate: Candidate, count: int) -> Program:
@@ -505,20 +440,6 @@ def _inside(layout: Layout) -> Layout:
     )
 
 
-def _short_steps(candidate: Candidate) -> tuple[int, int] | None:
-    """Two shorter steps that tell the time of a long one; None if it is short itself.
-
-    Both differ from the long one by whole rounds: interleaved orders change within a round.
-    """
-    c = candidate
-    ranks = max(c.pipeline, 4)
-    few = 2 * ranks + c.num_microbatches % ranks
-    more = few + ranks
-    if 2 * c.num_stages * c.num_microbatches <= _WHOLE or more >= c.num_microbatches:
-        return None
-    return few, more
-
-
 def _least_slowest(times: Sequence[float], parts: int) -> float:
     """The least possible greatest sum of consecutive times in so many parts."""
     low, high = max(times, default=0.0), math.fsum(times)
@@ -531,29 +452,3 @@ def _least_slowest(times: Sequence[float], parts: int) -> float:
                 needed, room = needed + 1, time
         low, high = (low, middle) if needed <= parts else (middle, high)
     return high
-
-
-def _extended(short: Prediction, few: int, long: Prediction, more: int, count: int) -> Prediction:
-    """What two short steps say about a long one; memory that does not grow stays."""
-    share = (count - more) / (more - few)
-
-    def line(a: float, b: float) -> float:
-        return b + share * (b - a)
-
-    def part(a: float, b: float) -> float:
-        return line(a, b) if b - a > 0.5 * (more - few) / few * a else max(a, b)
-
-    def held(a: Memory, b: Memory) -> Memory:
-        most = max(a, b, key=lambda memory: memory.total)
-        # Breadth-first orders also let messages wait, the more the longer a step is.
-        names = ("activations", "buffers", "reserve")
-        return replace(most, **{name: part(getattr(a, name), getattr(b, name)) for name in names})
-
-    makespan = line(short.makespan, long.makespan)
-    busy = line(short.makespan * (1 - short.bubble), long.makespan * (1 - long.bubble))
-    return Prediction(
-        line(short.step_time, long.step_time),
-        makespan,
-        1 - busy / makespan if makespan else 0.0,
-        tuple(held(a, b) for a, b in zip(short.memory, long.memory, strict=True)),
-    )

@@ -70,6 +70,19 @@ class Subject:
         specs = [self.costs.specs[value] for value in self.costs.result]
         return len(specs) == 1 and specs[0].dtype.is_floating_point and len(specs[0].shape) > 2
 
+    def opened_up(self, hardware: Hardware) -> Subject | None:
+        """The same model with its blocks opened, so that cuts may fall between their parts."""
+        inside = {
+            name
+            for name in self.blocks
+            if any(True for part in self.traced.module.get_submodule(name).children())
+        }
+        if self.pipe is not None or not inside:
+            return None
+        sizes = {name: size for name, size in self.sizes.items() if name in self.traced.hints}
+        opened = {*self.traced.opened, *inside}
+        return subject_of(self.traced.module, *self.call, 0, hardware, sizes, opened)
+
     def narrowed(self, space: Space) -> Space:
         """The choices that this capture leaves.
 

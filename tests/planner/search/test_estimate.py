@@ -18,7 +18,6 @@ from fxpipe.planner.partition.partition import partition
 from fxpipe.planner.plan import plan
 from fxpipe.planner.search.auto_split import assign
 from fxpipe.planner.search.estimate import Memory, predict, rank_memory
-from fxpipe.planner.search.search import _extended
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import get_schedule_class
@@ -104,26 +103,6 @@ def test_memory_with_checkpointing_is_predicted_within_a_tenth(mode):
         ranks = rank_memory(run.program, spans, option.stages, option.edge_bytes, copies=False)
         predicted = [rank.total - rank.weights for rank in ranks]
         assert predicted == pytest.approx(memory.peak, rel=0.1), str(option.candidate)
-
-
-def equal_stages(count):
-    return (StageNumbers(1.0, 1.0, 1.0, 10.0, 10.0, 20.0, 5.0, 1.0, 2.0, 3.0, 3.0, 1.0),) * count
-
-
-@pytest.mark.parametrize("schedule", TRAINING)
-def test_long_steps_follow_from_two_short_ones(schedule):
-    info, hardware = SCHEDULES[schedule], HARDWARE["H100"]
-    stages = 4 if info.stages_per_rank[1] == 1 else 8
-    edges = {(i, i + 1): (1e6, 1e6) for i in range(stages - 1)}
-
-    def step(count):
-        return predict(info(4, stages, count), equal_stages(stages), edges, hardware, Layout())
-
-    long, extended = step(40), _extended(step(8), 8, step(12), 12, 40)
-
-    assert extended.step_time == pytest.approx(long.step_time, rel=0.01)
-    assert extended.bubble == pytest.approx(long.bubble, abs=0.01)
-    assert extended.peak == pytest.approx(long.peak, rel=0.02)
 
 
 def test_parts_of_memory_add_up():

@@ -177,7 +177,7 @@ class StepRun:
         if session.has_last_stage and call.target is not None:
             self.step.targets, _ = split_target(call.target, n, self.plan.rows)
         self.step.loss_kwargs = [call.loss_kwargs] * n
-        if self.trains and any(t.requires_grad for t in tensors_of((chunks.args, chunks.kwargs))):
+        if self.trains and self.plan.has_input_gradients:
             self._detach(chunks)
         inputs = stage_inputs(session.stages.values(), chunks.args, chunks.kwargs)
         for index, runner in self.plan.runners.items():

@@ -57,8 +57,10 @@ class _Unlike:
 
 def signature(*trees: Any) -> tuple[Any, ...]:
     """A key of structures, shapes, dtypes and plain values, without any data."""
-    opened = pytree.tree_map_only(Microbatches, lambda m: list(m._items), trees)
-    leaves, treespec = pytree.tree_flatten(opened)
+    leaves, treespec = pytree.tree_flatten(trees)
+    if any(type(leaf) is Microbatches for leaf in leaves):
+        opened = pytree.tree_map_only(Microbatches, lambda m: list(m._items), trees)
+        leaves, treespec = pytree.tree_flatten(opened)
     return (treespec, *map(leaf_key, leaves))
 
 
@@ -123,7 +125,7 @@ def stage_inputs(
     """Per stage: positional and keyword inputs of every microbatch."""
     found: dict[int, tuple[list[tuple[Any, ...]], list[dict[str, Any]]]] = {}
     for stage in stages:
-        taken = stage.front.takes(stage)
+        taken = stage.front.takes(stage) if kwargs[0] else None
         names = [name for name in kwargs[0] if taken is None or name in taken]
         positional = list(args) if stage.is_first else [()] * len(kwargs)
         keyword = [{name: chunk[name] for name in names if name in chunk} for chunk in kwargs]

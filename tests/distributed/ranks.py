@@ -13,7 +13,6 @@ replaced; the test that caused it fails and says so.
 import atexit
 import datetime
 import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
@@ -216,7 +215,6 @@ def _call(
     finally:
         dist.destroy_process_group()
         nccl_like.instances()  # or this process keeps their threads for ever
-        gc.collect()  # exceptions and their frames hold groups, and these hold threads
 
 
 def _free_port() -> int:

@@ -9,12 +9,12 @@ from tests.graph.random_models.generate import run_case
 
 
 def test_the_first_are_equal_or_refused() -> None:
-    check_seeds(range(12))
+    check_seeds(range(20))
 
 
 def test_without_the_check_the_mechanism_alone_is_right() -> None:
     # The check finds differences when a pipe is made. What it finds is a fault all the same.
-    check_seeds(range(12), check=False)
+    check_seeds(range(20), check=False)
 
 
 @pytest.mark.full

@@ -150,8 +150,13 @@ class Schedule:
 
     @property
     def pipeline_order(self) -> dict[int, list[_Action | None]]:
-        """The program in torch's words: for each rank its actions, None where it waits."""
-        return order_of(step_table(self.program))
+        """The program in torch's words: for each rank its actions, None where it waits.
+
+        Pairs take longer than a step, so an order with pairs lists the actions alone.
+        """
+        program = self.program
+        has_pairs = any(action.parts for row in program.ranks for action in row)
+        return order_of(program.ranks if has_pairs else step_table(program))
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[_Action | None]]:

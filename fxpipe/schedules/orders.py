@@ -14,13 +14,11 @@ from typing import Any
 from fxpipe.chunk_calls import CustomFunction, NothingToReceive, _PipelineContext, doing
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program, validate
-from fxpipe.program.play.walk import step_table
 from fxpipe.program.text import rows_of_csv, write_csv
 from fxpipe.program.torch_actions import (
     _Action,
     _ComputationType,
     computes_of,
-    order_of,
     program_of_order,
 )
 from fxpipe.runtime.agree.arguments import count_ranks
@@ -86,7 +84,7 @@ class PipelineScheduleMulti(Schedule):
     def pipeline_order(self) -> dict[int, list[_Action | None]]:
         """What was set, or the program in torch's words."""
         if self._order is None:
-            return order_of(step_table(self.program))
+            return super().pipeline_order
         return dict(self._order)  # type: ignore[arg-type]
 
     @pipeline_order.setter

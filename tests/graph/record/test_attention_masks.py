@@ -149,9 +149,9 @@ class BlockMasks:
         return self._known(query, key, value, **options)
 
 
-# Compiling a block mask makes torch warn of its own code.
+# Compiling a block mask makes torch warn of its own code, and of flex attention in Python.
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without")
 def test_flex_attention_gets_the_same_block_masks():
     model, layer = llama(attn_implementation="flex_attention", head_dim=16)
     model = model.eval().requires_grad_(False)  # on a CPU flex attention has no backward

@@ -138,3 +138,20 @@ def test_what_if_is_drawn(tmp_path: Path) -> None:
 
     assert "twice the sequence, as many tokens" in text
     assert "half the ranks" in picture.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("gpus", [512, 1024, 8192])
+def test_a_model_of_405_billion_parameters_gets_a_plan(gpus: int, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+
+    text = fxpipe(
+        "plan", "llama3-405b", "--gpus", str(gpus), "--hardware", "H100", "--tokens", "15T",
+        "--out", str(out),
+    )  # fmt: skip
+
+    found = Plan.load(out)
+    assert found.best.candidate.num_ranks == gpus
+    assert found.best.peak <= found.memory_limit
+    assert 0.3 < found.utilization < 0.6
+    assert "15T tokens take" in text and "free on each rank" in text

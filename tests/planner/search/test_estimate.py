@@ -1,5 +1,7 @@
 """Predicted memory against the bytes that a real step in one process holds."""
 
+import functools
+
 import pytest
 import torch
 
@@ -26,20 +28,26 @@ from tests.planner.tracked import RankMemory
 TRAINING = sorted(set(SCHEDULES) - {"ForwardOnly"})
 ROWS = 2
 SIZES = {"gpt": {"layers": 8, "width": 64, "length": 32}}
+LENGTH = {"gpt": {"length": 32}}
+
+
+@functools.cache
+def cut_model(name, num_stages):
+    """A model, captured, priced and cut: the same for all schedules with so many stages."""
+    made = models.load(name)
+    model = made.build(**SIZES.get(name, {}))
+    traced = capture(model, *made.example_inputs(ROWS, **LENGTH.get(name, {})),
+                     opened=choose_opened(model, num_stages))  # fmt: skip
+    costs = GraphCosts.of(traced, traced.hints, fused_attention=False)
+    load = workload_of(costs, traced.hints, HARDWARE["CPU-core"], Training("none"))
+    return model, traced, load, partition(load.work, num_stages)
 
 
 def predicted_and_tracked(name, schedule, num_ranks, num_microbatches):
     """Bytes of each rank at its fullest, without weights: what is said and what is seen."""
-    info, made = SCHEDULES[schedule], models.load(name)
+    info, made, length = SCHEDULES[schedule], models.load(name), LENGTH.get(name, {})
     num_stages = num_ranks * (1 if info.stages_per_rank[1] == 1 else 2)
-    model = made.build(**SIZES.get(name, {}))
-    length = {"length": 32} if name == "gpt" else {}
-    traced = capture(model, *made.example_inputs(ROWS, **length),
-                     opened=choose_opened(model, num_stages))  # fmt: skip
-    training = Training("none")
-    costs = GraphCosts.of(traced, traced.hints, fused_attention=False)
-    load = workload_of(costs, traced.hints, HARDWARE["CPU-core"], training)
-    cut = partition(load.work, num_stages)
+    model, traced, load, cut = cut_model(name, num_stages)
     stages, edges = numbers_of(load, cut.stage_of)
     pipe, group = Pipe(traced, assign(load, cut)), LocalGroup(num_ranks)
     parts = [pipe.build_stage(i, torch.device("cpu"), group) for i in range(num_stages)]

@@ -1,0 +1,43 @@
+"""Published rows: what is predicted of them, and that it stays as good as the docs say."""
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published.__main__ import predict_all, ranking, report, write_docs
+from benchmarks.published.rows import Predictor, read_rows
+
+ROWS = read_rows()
+
+
+def test_models_and_sources_are_held_out_as_a_whole():
+    fitted = {(row.source, row.model.split("+")[0]) for row in ROWS if not row.is_test}
+    held_out = {(row.source, row.model.split("+")[0]) for row in ROWS if row.is_test}
+
+    assert fitted.isdisjoint(held_out)
+    assert sum(row.is_test for row in ROWS) > len(ROWS) / 2
+
+
+def test_the_table_is_put_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- published: begin -->\nold\n<!-- published: end -->\nb\n")
+
+    write_docs(["row"], page)
+
+    assert page.read_text() == (
+        "a\n<!-- published: begin -->\n```text\nrow\n```\n<!-- published: end -->\nb\n"
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", sorted({row.source for row in ROWS}))
+def test_rows_are_predicted(source, tmp_path):
+    results = predict_all([row for row in ROWS if row.source == source], Predictor())
+
+    lines = report(results)
+    Path(tmp_path / f"{source}.txt").write_text("\n".join(lines))
+    errors = [abs(result.error) for result in results if result.row.is_test]
+    right, pairs = ranking(results)
+    assert statistics.median(errors) < 0.3
+    assert right >= 0.8 * pairs

@@ -1,0 +1,49 @@
+"""Between two hosts: they meet, train as the plain model does, and notice a cut cable."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.two_hosts import Hosts, answers, two_hosts, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"two hosts: {why_not()}")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
+
+
+def test_two_hosts_meet_and_train(hosts: Hosts) -> None:
+    found = hosts.run("train", "1F1B")
+
+    assert [one["host"] for one in found] == ["host-0", "host-1"]
+
+
+def test_a_cut_cable_is_an_error_on_both_hosts(hosts: Hosts) -> None:
+    ranks = hosts.start("lose")
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+    hosts.cut()
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+
+    found = answers(ranks)
+
+    assert all("rank" in one["error"] and one["error"] != "none" for one in found), found
+
+
+def test_a_slow_cable_takes_as_long_as_it_must(hosts: Hosts) -> None:
+    hosts.limit("80mbit")
+
+    found = hosts.run("measure", 1)
+
+    for one in found:
+        latency, rate = one["link"]
+        assert latency > 0 and rate < 1.2 * 80e6 / 8, "no faster than the cable allows"
+        # Four messages each way that cannot pass at once.
+        assert one["seconds"] > 4 * one["bytes"] / (1.2 * 80e6 / 8)
+        assert one["predicted"] > 4 * one["bytes"] / (1.2 * 80e6 / 8)

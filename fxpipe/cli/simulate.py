@@ -15,7 +15,7 @@ from fxpipe.cli.output import examples, make_table, out, print_json, working, wr
 from fxpipe.errors import InputError
 
 if TYPE_CHECKING:
-    from fxpipe.program import Placement, Program, StageCosts, Timeline
+    from fxpipe.program import Compared, Placement, Program, StageCosts, Timeline
 
 __all__ = ["simulate", "simulate_examples"]
 
@@ -143,23 +143,28 @@ def _compare_all(
     if as_json:
         print_json([asdict(row) for row in comparison.rows])
         return
-    columns = ("schedule", "stages#", "time#", "idle#", "later#", "memory#", "sends#")
+    title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
+    columns = ("schedule", "stages#", *_FIGURES, "sends#", *([] if memory is None else [""]))
     rows = [
         (
             row.schedule,
             row.stages_per_rank,
-            f"{row.makespan:.4g}",
-            f"{row.idle:.1%}",
-            f"{row.idle_in_span:.1%}",
-            f"{row.peak_memory:.4g}",
+            *_figures(row, row.peak_memory),
             row.num_messages,
-            *(() if memory is None else ("" if row.fits else "does not fit",)),
+            *([] if memory is None else ["" if row.fits else "does not fit"]),
         )
         for row in comparison.rows
     ]
-    title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
-    out().print(make_table(title, columns if memory is None else (*columns, ""), rows))
+    out().print(make_table(title, columns, rows))
     out().print(_KEY)
+
+
+_FIGURES = ("time#", "idle#", "later#", "memory#")
+
+
+def _figures(found: Timeline | Compared, peak: float) -> tuple[str, ...]:
+    shares = f"{found.idle:.1%}", f"{found.idle_in_span:.1%}"
+    return f"{found.makespan:.4g}", *shares, f"{peak:.4g}"
 
 
 def _costs(
@@ -208,20 +213,11 @@ def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
 def _table(results: list[tuple[Program, Timeline]]) -> Any:
     from fxpipe.viz.timeline import program_title
 
-    best = min(timeline.makespan for _, timeline in results)
     rows = [
-        (
-            program_title(program),
-            f"{timeline.makespan:.4g}",
-            f"{timeline.makespan / best:.3f}" if best else "-",
-            f"{timeline.idle:.1%}",
-            f"{timeline.idle_in_span:.1%}",
-            f"{max(timeline.peak_memory):.4g}",
-        )
+        (program_title(program), *_figures(timeline, max(timeline.peak_memory)))
         for program, timeline in results
     ]
-    columns = ("schedule", "time#", "ratio#", "idle#", "later#", "memory#")
-    return make_table("", columns, rows)
+    return make_table("", ("schedule", *_FIGURES), rows)
 
 
 def _json(program: Program, timeline: Timeline) -> dict[str, Any]:

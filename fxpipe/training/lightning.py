@@ -26,6 +26,8 @@ them; they load on any number of ranks. Lightning's automatic optimization calls
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,11 @@ class PipelineStrategy(DDPStrategy):  # type: ignore[misc]
 
     def model_to_device(self) -> None:
         """Stages are on their devices."""
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A model is traced in `configure_model`: under no default device that a step has not."""
+        yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return {}

@@ -62,7 +62,8 @@ def fit(steps: int, folder: Path, resume: Path | None = None) -> tuple[list[floa
     trainer = L.Trainer(
         strategy=PipelineStrategy(), accelerator="cpu", devices=2, max_steps=steps,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, filename="{step}")],
+        use_distributed_sampler=False,  # it would shuffle
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=6, filename="{step}")],
     )  # fmt: skip
     loader = DataLoader(data(), batch_size=4)
     trainer.fit(module, loader, DataLoader(data(), batch_size=8), ckpt_path=resume)
@@ -87,14 +88,14 @@ def plain(steps: int) -> list[float]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    whole, trainer = fit(6, folder / "whole")
-    begun, _ = fit(3, folder / "begun")
-    rest, _ = fit(6, folder / "rest", folder / "begun" / "step=3.ckpt")
+    whole, trainer = fit(12, folder / "whole")
+    begun, _ = fit(6, folder / "begun")
+    rest, _ = fit(12, folder / "rest", folder / "begun" / "step=6.ckpt")
     if trainer.is_global_zero:
         values = {
             "whole": whole,
             "resumed": begun + rest,
-            "plain": plain(6),
+            "plain": plain(12),
             "validation": trainer.callback_metrics["val_loss"].item(),
         }
         sys.stdout.write("RESULT " + json.dumps(values) + "\n")

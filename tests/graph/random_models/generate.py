@@ -3,7 +3,8 @@
     python -m tests.graph.random_models.generate 0 200            seeds 0 to 199
     python -m tests.graph.random_models.generate 0 200 --unchecked --log seeds.jsonl
 
-A model (`net.py`) is a list of steps, each an idiom of real code, around leaves (`parts.py`).
+A model (`net.py`) is a list of steps (`steps.py`, `state_steps.py`), each an idiom of real code,
+around leaves (`parts.py`).
 `run_case` splits it, calls it a few times with other sizes, values, modes and state, and says
 "equal", "refused" (an error of ours, at trace or at call), "plain fails" (nothing could be
 compared), or what is wrong. A case whose first calls were equal and a later one refused counts
@@ -29,8 +30,9 @@ from torch import Tensor, nn
 
 from fxpipe import SplitPoint, pipeline
 from fxpipe.errors import FxpipeError
-from tests.graph.random_models.net import CONTEXT, WORLD, RandomNet
+from tests.graph.random_models.net import RandomNet
 from tests.graph.random_models.parts import WIDTH
+from tests.graph.random_models.steps import CONTEXT, WORLD
 from tests.parity import assert_same, run
 
 __all__ = ["Outcome", "run_case"]

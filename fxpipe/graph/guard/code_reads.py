@@ -69,7 +69,8 @@ class FreeReads:
 
     def note_code(self, code: types.CodeType, names: dict[str, Any]) -> None:
         """Look at code that runs with these globals."""
-        if id(code) in self._seen or len(self._seen) >= _MOST_CODE:
+        is_known = id(code) in self._seen or len(self._seen) >= _MOST_CODE
+        if is_known or not _is_models(code.co_filename):
             return
         self._seen[id(code)] = code
         for mention in _mentions(code):
@@ -155,13 +156,21 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
     elif isinstance(value, functools.partial):
         value = value.func
     while isinstance(value, (types.FunctionType, _LRU_CACHE)):
-        if isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename):
+        if isinstance(value, types.FunctionType) and _is_models(value.__code__.co_filename):
             yield value
         value = getattr(value, "__wrapped__", None)
+
+
+_STANDARD = dis.__file__.rpartition("/")[0] + "/"
+
+
+def _is_models(file: str) -> bool:
+    """Say whether a file may be the model's: not ours, torch's or of the standard library."""
+    return is_users(file) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
 def _is_users_own(value: Any) -> bool:
     """Say whether a global is a class or a file of the user's, of which code takes a part."""
     if isinstance(value, types.ModuleType):
-        return is_users(getattr(value, "__file__", None) or "<")
+        return _is_models(getattr(value, "__file__", None) or "<")
     return isinstance(value, type) and not value.__module__.startswith(("torch.", "builtins"))

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.graph.record.call_keys import FunctionRuns
+from fxpipe.graph.record.call_keys import FunctionRuns, module_key
 from fxpipe.graph.sandbox.fake import fake_mode
+from tests.graph.record import test_example_values
 
 
 class Counted(FunctionRuns):
@@ -114,3 +115,58 @@ def test_what_is_forgotten_runs_again(runs):
     runs.run(torch.relu, (torch.randn(2, 3),), {})
 
     assert runs.count == 2
+
+
+IMAGES = {
+    "rows": lambda: torch.randn(4, 3),
+    "images": lambda: torch.randn(2, 3, 4, 5),
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a part": lambda: torch.randn(2, 6, 4, 10)[:, ::2, :, ::2],
+    "half": lambda: torch.randn(2, 3, 4, 5).half(),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_batch_norm_looks_like_torchs(name, training):
+    with fake_mode():
+        x = IMAGES[name]()
+        ours, theirs = ([torch.ones(3), torch.ones(3)] for _ in range(2))
+        weight = torch.ones(3, requires_grad=True)
+        found = FunctionRuns().run(
+            nn.functional.batch_norm, (x, *ours, weight, None, training), {"eps": 0.1}
+        )
+        expected = nn.functional.batch_norm(x, *theirs, weight, None, training, eps=0.1)
+
+    assert spec(found) == spec(expected)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one._version > 0) == (other._version > 0) == training
+
+
+def test_a_batch_norm_that_runs_once_changes_each_ones_buffers():
+    runs = FunctionRuns()
+    with fake_mode():
+        for _ in range(2):
+            mean, var = torch.ones(3), torch.ones(3)
+            runs.run(nn.functional.batch_norm, (torch.randn(4, 3), mean, var, None, None, True), {})
+
+            assert mean._version > 0
+            assert var._version > 0
+
+
+def test_a_batch_norm_of_another_size_is_torchs_error():
+    with fake_mode(), pytest.raises(RuntimeError, match="running_mean"):
+        FunctionRuns().run(
+            nn.functional.batch_norm, (torch.randn(4, 3), torch.ones(2), torch.ones(2)), {}
+        )
+
+
+class Block(nn.Linear):
+    """Defined beside imports of fxpipe, in a file that never splits."""
+
+
+def test_blocks_are_alike_unless_their_file_may_split():
+    assert module_key(Block(2, 2)) == module_key(Block(2, 2))
+    assert module_key(Block(2, 2)) != module_key(Block(2, 3))
+    parts = [test_example_values.TwoParts() for _ in range(2)]
+    assert module_key(parts[0]) != module_key(parts[1])

@@ -1,11 +1,16 @@
 """Sizes that modules turn into other sizes are followed exactly."""
 
+import random
+
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpipe import Pipe, SplitPoint, pipeline
+from fxpipe.graph.sizes.symbols import _flat
+from fxpipe.torch_inside import floor_div
 from models import split_spec, unet
 
 
@@ -132,3 +137,17 @@ def test_the_skips_of_a_unet() -> None:
         "float32[batch, 32, (height//8), (width//8)]",
         "float32[batch, 32, (height//4), (width//4)]",
     ]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flat_size_is_the_same_number(seed: int) -> None:
+    draw = random.Random(seed)
+    size = sympy.Symbol("s", integer=True, positive=True)
+    nested = size
+    for _ in range(4):
+        nested = floor_div(nested + draw.randint(-5, 5), draw.randint(1, 4)) + draw.randint(-2, 2)
+
+    found = _flat(nested)
+
+    assert all(found.subs(size, n) == nested.subs(size, n) for n in range(1, 60))
+    assert found.count(type(floor_div(size, 2))) <= 1

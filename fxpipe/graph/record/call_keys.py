@@ -2,8 +2,8 @@
 
 Equal are calls of the same function, or of modules that are alike, with arguments of the same
 kind: sizes as formulas, dtypes, devices, plain values. `FunctionRuns` remembers what torch's
-functions returned and changed. A function that returns a view of an argument, or makes
-sizes out of values, runs each time.
+functions returned. A function that changes an argument, returns a view of one, or makes
+sizes out of values runs each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional
 
 from fxpipe.graph import markers
@@ -54,16 +53,12 @@ class FunctionRuns:
         if key is None:
             return _run(func, args, kwargs)
         if key in self._known:
-            known, changed = self._known[key]
-            increment_version([tensors[index] for index in changed])
-            return _made(known)
+            return _made(self._known[key])
         versions = [version_of(tensor) for tensor in tensors]
         output = _run(func, args, kwargs)
-        changed = [i for i, tensor in enumerate(tensors) if version_of(tensor) != versions[i]]
-        if not any(tensors[i].requires_grad for i in changed) and _is_new(output, tensors):
-            known = _described(output)
-            self._known[key] = (known, changed)
-            return output if _is_flat(output) else _made(known)
+        if [version_of(tensor) for tensor in tensors] == versions and _is_new(output, tensors):
+            self._known[key] = _described(output)
+            return output if _is_flat(output) else _made(self._known[key])
         return output
 
     def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Hashable:
@@ -78,12 +73,13 @@ def _batch_norm(
     x: torch.Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, *options: Any, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Return what a batch norm returns; torch would compute it in some twenty steps."""
+    """Return what a batch norm returns; torch would compute it in some twenty steps.
+
+    That it changes its buffers is seen by no version of theirs, here as in torch.
+    """
     state = [part for part in (mean, var, weight, bias) if part is not None]
     if x.dim() < 2 or any(part.shape[0] != x.shape[1] for part in state):
         return functional.batch_norm(x, mean, var, weight, bias, training, *options, **others)
-    if training and mean is not None:
-        increment_version([mean, var])
     made = torch.empty_like(x)
     has_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *state))
     return empty(made.shape, made.stride(), made.dtype, made.device, has_gradient)
@@ -285,8 +281,9 @@ def _mentions_split(scope: Mapping[str, Any]) -> bool:
 
 
 def _function(value: Any) -> FunctionType | None:
-    """Return the function behind decorators and methods of a class, if it is one."""
+    """Return the function behind decorators and methods of a class, if it is one, and not ours."""
     while not isinstance(value, FunctionType) and hasattr(type(value), "__wrapped__"):
         value = value.__wrapped__  # of a staticmethod or classmethod
     found = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-    return found if isinstance(found, FunctionType) else None
+    is_ours = str(getattr(found, "__module__", "")).startswith("fxpipe.")
+    return found if isinstance(found, FunctionType) and not is_ours else None

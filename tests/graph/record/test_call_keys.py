@@ -139,19 +139,7 @@ def test_a_batch_norm_looks_like_torchs(name, training):
         expected = nn.functional.batch_norm(x, *theirs, weight, None, training, eps=0.1)
 
     assert spec(found) == spec(expected)
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one._version > 0) == (other._version > 0) == training
-
-
-def test_a_batch_norm_that_runs_once_changes_each_ones_buffers():
-    runs = FunctionRuns()
-    with fake_mode():
-        for _ in range(2):
-            mean, var = torch.ones(3), torch.ones(3)
-            runs.run(nn.functional.batch_norm, (torch.randn(4, 3), mean, var, None, None, True), {})
-
-            assert mean._version > 0
-            assert var._version > 0
+    assert [one._version for one in ours] == [one._version for one in theirs]
 
 
 def test_a_batch_norm_of_another_size_is_torchs_error():

@@ -324,8 +324,9 @@ def _set_tensor(stage: nn.Module, name: str, module: nn.Module, guard: StageGuar
         _register(holder, PARAMETERS, last, parameters_of(owner)[last])
         guard.tensor(name, owner, holder, PARAMETERS)
     else:
+        is_transient = last in transient_buffers(owner)  # asked first: holder may be the owner
         _register(holder, BUFFERS, last, buffers_of(owner)[last])
-        if last in transient_buffers(owner):
+        if is_transient:
             transient_buffers(holder).add(last)
         guard.tensor(name, owner, holder, BUFFERS)
 

@@ -228,3 +228,34 @@ def test_extra_state_that_needs_another_stage_is_refused() -> None:
 
     with pytest.raises(SplitError, match=r"the extra state of body \(Reads\) cannot be kept"):
         pipeline(model, (X,), split_spec=SPEC)
+
+
+class Ids(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(8.0), persistent=False)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class ReadsIds(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Ids()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(x) + self.embed.ids))
+
+
+def test_a_buffer_that_is_not_saved_stays_so_beside_its_module() -> None:
+    # The stage runs `embed` and reads its buffer: it was registered once more, as one that
+    # is saved, in the user's own module.
+    model = ReadsIds()
+    names = set(model.state_dict())
+
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+
+    assert {name for stage in pipe.stages for name in stage.module.state_dict()} == names
+    assert set(model.state_dict()) == names

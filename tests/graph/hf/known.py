@@ -5,10 +5,10 @@ others that passed every check in two stages when they were last measured with
 `python -m benchmarks.hf_coverage`, `FULL_IN_FOUR` those that the full run also cuts in
 four. `FIXED_SIZES` split with the right results, but
 only for the sizes, or values, they were traced with: some part of them asks for a size
-as a plain number, or for a value of the inputs.
+as a plain number, or for a value of the inputs. `REFUSED` keep state that a stage cannot follow.
 """
 
-__all__ = ["FIXED_SIZES", "FULL", "FULL_IN_FOUR", "IN_FOUR", "IN_TWO"]
+__all__ = ["FIXED_SIZES", "FULL", "FULL_IN_FOUR", "IN_FOUR", "IN_TWO", "REFUSED"]
 
 
 def _names(text: str) -> list[str]:
@@ -97,7 +97,7 @@ FULL = _names(
     ovis2 owlv2 owlvit paligemma parakeet_ctc parakeet_encoder parakeet_rnnt parakeet_tdt patchtst
     pegasus_x persimmon phi phi4_multimodal phimoe pix2struct plbart poolformer pp_chart2table
     pp_formulanet pp_lcnet prophetnet pvt pvt_v2 qianfan_ocr qwen2_moe qwen3_5_moe_text
-    qwen3_5_text qwen3_asr qwen3_next regnet rembert roberta-prelayernorm roc_bert roformer rwkv
+    qwen3_5_text qwen3_asr qwen3_next regnet rembert roberta-prelayernorm roc_bert roformer
     sam sam_hq seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip2 smollm3 solar_open
     speech-encoder-decoder speech_to_text speecht5 stablelm swiftformer swin swinv2
     switch_transformers t5gemma t5gemma2 table-transformer tapas timesformer tipsv2 trocr
@@ -120,10 +120,14 @@ FULL_IN_FOUR = _names(
 FIXED_SIZES = _names(
     """
     bamba mamba2 deepseek_v2 vilt
-    cosmos3_omni cpmant exaone4_5 flaubert funnel gemma3 glm46v glm4v hyperclovax_vision_v2
+    cosmos3_omni cpmant exaone4_5 flaubert gemma3 glm46v glm4v hyperclovax_vision_v2
     idefics2 idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
     nemotron3_5_asr nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl
     qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe rt_detr rt_detr_v2 smolvlm udop
     xlm
     """
 )
+
+# Funnel keeps its pooling level and length on a module; RWKV rescales its weights in its
+# first evaluation.
+REFUSED = ["funnel", "rwkv"]

@@ -9,7 +9,7 @@ length. A short list runs always, everything that is known to pass in the full r
 import pytest
 
 from tests.graph.hf.check import Report, check
-from tests.graph.hf.known import FIXED_SIZES, FULL, FULL_IN_FOUR, IN_FOUR, IN_TWO
+from tests.graph.hf.known import FIXED_SIZES, FULL, FULL_IN_FOUR, IN_FOUR, IN_TWO, REFUSED
 from tests.graph.hf.registry import case
 
 
@@ -53,3 +53,14 @@ def test_other_sizes_are_right_or_refused(model_type):
     assert all(
         reason.startswith(("PipeliningShapeError", "InputError")) for reason in failures.values()
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_state_that_no_stage_can_follow_is_refused(model_type):
+    report = check(case(model_type), 2)
+
+    assert report.runs
+    reasons = [reason.partition(" ")[0] for reason in report.failures.values()]
+    assert "TraceError" in reasons
+    assert set(reasons) <= {"TraceError", "PipeliningShapeError"}

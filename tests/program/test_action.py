@@ -104,6 +104,8 @@ def test_every_kind_has_a_row_in_the_table():
         "RESHARD",
         "REDUCE_GRAD",
         "OVERLAP_F_B",
+        "OFFLOAD",
+        "RELOAD",
     }
 
     assert {kind.text for kind in Kind} == known

@@ -37,9 +37,16 @@ class Asked(NamedTuple):
     value: Any
     place: Place
 
-    def is_same(self) -> bool:
+    def now(self) -> Any:
+        """Return what it is now; an object of ours where it is gone."""
         try:
-            now = self.ask()
+            return self.ask()
+        except Exception:
+            return _NOTHING
+
+    def is_same(self) -> bool:
+        now = self.now()
+        try:
             return type(now) is type(self.value) and bool(now == self.value)
         except Exception:
             return False

@@ -329,7 +329,7 @@ class Trace(TorchFunctionMode, Seer):
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
         self._check_chance()
-        faults = self._watch.write(self.tape) + moved_settings(self.reads)
+        faults = self._watch.write(self.tape) + moved_settings(self.reads, self.tape)
         self.carried = self._watch.carried(self.reads, self.tape)
         for one in self.carried:
             if is_atom(one.value):

@@ -99,8 +99,7 @@ class StateWatch:
             if puts_hooks and type(now) is bool:
                 continue
             inside = now if now is not read.value or not hasattr(now, "__dict__") else vars(now)
-            tensors = [leaf for _, leaf in walk(inside) if isinstance(leaf, torch.Tensor)]
-            if tensors and not any(tape.depends_on_data(tensor) for tensor in tensors):
+            if _is_cache(inside, tape):
                 _keep_cache(reads, read, now, tape)
                 continue
             owner = reads.names.get(id(read.holder), "")
@@ -121,13 +120,23 @@ def hook_count(modules: Iterable[nn.Module]) -> int:
     return sum(len(vars(part).get(kind, ())) for part in modules for kind in HOOKS)
 
 
-def moved_settings(reads: Reads) -> list[str]:
+def moved_settings(reads: Reads, tape: Tape) -> list[str]:
     """Return what opened code asked for outside of the model and has changed, as text."""
-    return [
-        _carried_fault(asked.text, asked.value, "changes it", asked.place)
-        for asked in reads.asked.values()
-        if not asked.is_same()
-    ]
+    faults = []
+    for key, asked in list(reads.asked.items()):
+        if asked.is_same():
+            continue
+        if _is_cache(asked.now(), tape):
+            del reads.asked[key]
+        else:
+            faults.append(_carried_fault(asked.text, asked.value, "changes it", asked.place))
+    return faults
+
+
+def _is_cache(now: Any, tape: Tape) -> bool:
+    """Say whether a value holds tensors, none of which the inputs or the parameters decide."""
+    tensors = [leaf for _, leaf in walk(now) if isinstance(leaf, torch.Tensor)]
+    return bool(tensors) and not any(tape.depends_on_data(tensor) for tensor in tensors)
 
 
 def _carried_fault(name: str, value: Any, change: str, place: Place) -> str:

@@ -30,7 +30,8 @@ _BYTES = 512  # of what one replica says: two for the length of its message, the
 _HEADER = 3  # flags before those of parameters: failed, reduces, does not reduce
 
 _SILENT: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-_SAID: list[tuple[dist.Work, object]] = []  # kept until it has been heard
+# Kept until it has been heard, with its groups: who frees a group waits for its open collectives.
+_SAID: list[tuple[dist.Work, object]] = []
 
 
 class Replicas:
@@ -124,6 +125,7 @@ class Replicas:
                     f"{self._deadline.seconds:g} s"
                 )
             _SILENT[group] = silent
+            _say(work, (group, side_group(group)))
             raise RemoteStageError(silent) from error
 
     def give_up(self, message: str) -> None:
@@ -137,10 +139,11 @@ class Replicas:
             flags = [s.used() for s in self._syncs if any(g is group for g in s.groups)]
             failed = _bits([True] + [False] * (_HEADER - 1 + sum(map(len, flags))))
             side = side_group(group)
-            _say(dist.all_reduce(failed, dist.ReduceOp.MAX, side, async_op=True), failed)
+            work = dist.all_reduce(failed, dist.ReduceOp.MAX, side, async_op=True)
+            _say(work, (group, side, failed))
             mine = _written(message or "unknown")
             said = [torch.zeros_like(mine) for _ in range(group.size())]
-            _say(dist.all_gather(said, mine, side, async_op=True), (mine, said))
+            _say(dist.all_gather(said, mine, side, async_op=True), (group, side, mine, said))
 
 
 def _say(work: dist.Work | None, memory: object) -> None:

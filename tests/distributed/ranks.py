@@ -154,7 +154,8 @@ def _start() -> tuple[Any, Connection]:
 
 
 @atexit.register
-def _stop() -> None:
+def stop_ranks() -> None:
+    """End the processes that tests share; the next test starts new ones."""
     for process, pipe in _POOL:
         pipe.close()
         process.kill()

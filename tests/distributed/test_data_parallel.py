@@ -26,8 +26,17 @@ from fxpipe import (
 )
 from fxpipe.runtime.parameters import replicas
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
-from tests.distributed.ranks import run_on_ranks
+from tests.distributed.ranks import run_on_ranks, stop_ranks
 from tests.runtime.training import assert_close
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_its_own():
+    """Give each test new processes: a collective given up in an earlier test can hold up a rank."""
+    stop_ranks()
+    yield
+    stop_ranks()
+
 
 WRAPPERS = ("module.", "_orig_mod.")
 

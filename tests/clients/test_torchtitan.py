@@ -13,26 +13,34 @@ LATER = Path(sys.prefix) / "torchtitan-0.3.0"  # beside 0.2.2; see the Makefile
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(1300)]
 
 
-def losses(package: str, schedule: str, num_ranks: int) -> list[str]:
+SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def printed(package: str, num_ranks: int) -> dict[str, list[str]]:
+    """What each schedule printed of its steps, all from one start of the processes."""
     command = [
         *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks), str(RANK), package, schedule, "3"),
+        *("--nproc-per-node", str(num_ranks), str(RANK), package, *SCHEDULES),
     ]
     found = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert found.returncode == 0, found.stderr[-3000:]
-    assert ("fxpipe.schedules" in found.stdout) == (package == "fxpipe")
-    return sorted(set(re.findall(r"LOSS \d+ [\d.]+", found.stdout)))
+    lines = re.findall(r"((?:LOSS|GRAD) (\w+) [\d/]+ [\d.]+) ([\w.]+)", found.stdout)
+    home = "fxpipe" if package == "fxpipe" else "torch.distributed.pipelining"
+    assert {module for *_, module in lines} == {f"{home}.schedules"}
+    return {name: sorted(line for line, kind, _ in lines if kind == name) for name in SCHEDULES}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(
-    "schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
-def test_losses_are_those_of_torch(schedule, num_ranks):
-    expected = losses("torch", schedule, num_ranks)
+@pytest.fixture(scope="module", params=[2, 4])
+def both(request: pytest.FixtureRequest) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    return printed("torch", request.param), printed("fxpipe", request.param)
 
-    assert len(expected) == 3
-    assert losses("fxpipe", schedule, num_ranks) == expected
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_and_gradients_are_those_of_torch(schedule, both):
+    expected, found = both
+
+    assert len([line for line in expected[schedule] if line.startswith("LOSS")]) == 3
+    assert found[schedule] == expected[schedule]
 
 
 def test_a_later_version_imports_and_makes_its_schedule():

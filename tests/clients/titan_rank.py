@@ -1,7 +1,8 @@
-"""One rank of torchtitan training its small Llama: `titan_rank.py PACKAGE SCHEDULE STEPS`.
+"""One rank of torchtitan training its small Llama: `titan_rank.py PACKAGE SCHEDULE ...`.
 
 PACKAGE is "torch" or "fxpipe"; with the latter `fxpipe.compat.install()` comes first and
-torchtitan's own code is left as it is. Started by torchrun; rank by rank prints its losses.
+torchtitan's own code is left as it is. Each schedule trains the same model anew. Started by
+torchrun; every rank prints the square of its gradients, the one with the last stage the loss.
 """
 
 import os
@@ -11,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 
-def main(package: str, schedule: str, steps: int) -> None:
+STEPS = 3
+
+
+def main(package: str, schedules: list[str]) -> None:
     torch.set_num_threads(1)
     if package == "fxpipe":
         import fxpipe.compat
@@ -21,6 +25,13 @@ def main(package: str, schedule: str, steps: int) -> None:
     import torchtitan.tools.utils as tools
 
     tools.device_type = dims.device_type = "cpu"
+    dist.init_process_group("gloo")
+    for schedule in schedules:
+        train(schedule)
+    dist.destroy_process_group()
+
+
+def train(schedule: str) -> None:
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.pipeline_parallel import pipeline_llm
@@ -29,7 +40,6 @@ def main(package: str, schedule: str, steps: int) -> None:
     from torchtitan.models.llama3.model.model import Transformer
 
     world = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
     arguments = TransformerModelArgs(dim=32, n_layers=6, n_heads=4, vocab_size=64, max_seq_len=16)
     config = JobConfig()
     config.parallelism.pipeline_parallel_degree = world
@@ -55,20 +65,22 @@ def main(package: str, schedule: str, steps: int) -> None:
     )
     optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in parts]
     generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
+    for step in range(STEPS):
         tokens = torch.randint(64, (8, 17), generator=generator)
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         targets, losses = (labels, []) if is_last else (None, None)
         given = (inputs,) if is_first else ()
         pipeline.step(*given, target=targets, losses=losses, return_outputs=False)
+        kind = f"{type(pipeline).__module__} {type(pipeline).__name__}"
+        norm = sum(p.grad.square().sum().item() for part in parts for p in part.parameters())
+        sys.stdout.write(f"GRAD {schedule} {step}/{dist.get_rank()} {norm:.8f} {kind}\n")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         if losses is not None:
-            sys.stdout.write(f"LOSS {step} {torch.sum(torch.stack(losses)).item():.8f}\n")
-    sys.stdout.write(f"CLASS {type(pipeline).__module__}\n")
-    dist.destroy_process_group()
+            value = torch.sum(torch.stack(losses)).item()
+            sys.stdout.write(f"LOSS {schedule} {step} {value:.8f} {kind}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2:])

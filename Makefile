@@ -61,7 +61,7 @@ $(CLIENTS)/.ready: pyproject.toml scripts/setup.sh
 	@touch $(CLIENTS)/.ready
 
 test-clients: $(CLIENTS)/.ready
-	$(CLIENTS)/bin/python -m pytest -m clients
+	$(CLIENTS)/bin/python -m pytest -m clients tests/clients
 
 trust: $(READY)
 	$(BIN)/python -m benchmarks.trust

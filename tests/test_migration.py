@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from torch.distributed import pipelining as peer
 from torch.distributed.pipelining import _IR, _utils, microbatch, schedules, stage
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops as peer_ops
 
 import fxpipe
 import fxpipe.microbatch
 import fxpipe.schedules
+from fxpipe.compat.passes import get_schedule_ops
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
 TABLE = PAGE.partition("| torch.distributed.pipelining | fxpipe |")[2].partition("\n\n")[0]
@@ -55,3 +57,32 @@ def test_a_row_says_what_is_there(row):
 
 def test_the_table_has_rows():
     assert len(ROWS) > 15
+
+
+def rows(ops, name, num_ranks, num_microbatches):
+    """The compute actions of each rank as text, listed by `ops`, torch's function or ours."""
+    listed = ops(name, num_ranks, num_microbatches)
+    return [[str(a) for a in row if a is not None and "REDUCE" not in str(a)] for row in listed]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (2, 8), (4, 8), (4, 12)], ids=str)
+def test_orders_are_those_of_torch_but_for_what_the_page_names(sizes):
+    for name in ("GPipe", "Interleaved1F1B", "DualPipeV"):
+        assert rows(get_schedule_ops, name, *sizes) == rows(peer_ops, name, *sizes)
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        for ours, theirs in zip(
+            rows(get_schedule_ops, name, *sizes), rows(peer_ops, name, *sizes), strict=True
+        ):
+            assert [a for a in ours if "W" not in a] == [a for a in theirs if "W" not in a]
+            halves = [[a for a in row if "W" in a] for row in (ours, theirs)]
+            of_stage = [sorted(row, key=lambda a: a.partition("W")[0]) for row in halves]
+            assert of_stage[0] == of_stage[1]  # each stage's in the same order
+    for ours, theirs in zip(
+        rows(get_schedule_ops, "LoopedBFS", *sizes),
+        rows(peer_ops, "LoopedBFS", *sizes),
+        strict=True,
+    ):
+        half, count = len(theirs) // 2, sizes[1]
+        for start in range(half, len(theirs), count):
+            theirs[start : start + count] = reversed(theirs[start : start + count])
+        assert ours == theirs

@@ -11,7 +11,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-
 STEPS = 3
 
 

@@ -48,19 +48,66 @@ def suffix_bounds(cuts: Cuts) -> list[dict[int, float]]:
     bounds[-1] = {len(cuts.masks) - 1: 0.0}
     for stage in reversed(range(cuts.num_stages)):
         ends = sorted(bounds[stage + 1])
+        rest = [bounds[stage + 1][end] for end in ends]
+        falling = list(itertools.accumulate(rest, min))
         for start in cuts.allowed[stage]:
-            least = math.inf
-            for end in ends[bisect.bisect_right(ends, start) :]:
-                if cuts.before[end] - cuts.before[start] >= least:
-                    if cuts.in_order:
-                        break  # later ends only make the stage longer
-                    continue
-                known = bounds[stage + 1][end]
-                if known < least and cuts.is_before(start, end) and cuts.fits(stage, start, end):
-                    least = min(least, max(known, cuts.load(stage, start, end)))
+            first = bisect.bisect_right(ends, start)
+            if cuts.in_order:
+                least = _best_end_in_order(cuts, stage, start, first, ends, rest, falling)
+            else:
+                least = _best_end(cuts, stage, start, ends[first:], rest[first:])
             if least < math.inf:
                 bounds[stage][start] = least
     return bounds
+
+
+def _best_end(
+    cuts: Cuts, stage: int, start: int, ends: Sequence[int], rest: Sequence[float]
+) -> float:
+    """The least greatest price of a stage and what follows it; `rest` is that of what follows."""
+    least = math.inf
+    for end, after in zip(ends, rest, strict=True):
+        if max(after, cuts.before[end] - cuts.before[start]) >= least:
+            continue
+        if cuts.is_before(start, end) and cuts.fits(stage, start, end):
+            least = min(least, max(after, cuts.load(stage, start, end)))
+    return least
+
+
+def _best_end_in_order(
+    cuts: Cuts,
+    stage: int,
+    start: int,
+    first: int,
+    ends: Sequence[int],
+    rest: Sequence[float],
+    falling: Sequence[float],
+) -> float:
+    """The same for `ends[first:]`, where a later end makes the stage longer.
+
+    What follows gets shorter, `falling[i]` being the least of `rest` up to `i`. The best end is
+    near the one where the two meet: look both ways from there, until one alone is no better.
+    """
+    began, places = cuts.before[start], range(len(ends))
+    meet = bisect.bisect_left(
+        places, True, first, key=lambda i: cuts.before[ends[i]] - began >= falling[i]
+    )
+    if meet > first and not cuts.fits(stage, start, ends[meet - 1]):
+        meet = bisect.bisect_left(
+            places, True, first, meet, key=lambda i: not cuts.fits(stage, start, ends[i])
+        )
+    least = math.inf
+    for i in range(meet, len(ends)):
+        if cuts.before[ends[i]] - began >= least or not cuts.fits(stage, start, ends[i]):
+            break
+        if rest[i] < least:
+            least = min(least, max(rest[i], cuts.load(stage, start, ends[i])))
+    for i in range(meet - 1, first - 1, -1):
+        if falling[i] >= least:
+            break
+        if rest[i] < least:
+            least = min(least, max(rest[i], cuts.load(stage, start, ends[i])))
+    return least
 
 
 def most_even(cuts: Cuts, rest: Sequence[dict[int, float]], limit: float) -> Chain | None:
@@ -81,9 +128,11 @@ def most_even(cuts: Cuts, rest: Sequence[dict[int, float]], limit: float) -> Cha
     return min(best.values())[1] if best else None
 
 
-def capacity_bound(cuts: Cuts) -> float:
-    """A time that the slowest rank cannot be below."""
-    loads = [_possible_loads(cuts, stage) for stage in range(cuts.num_stages)]
+def capacity_bound(cuts: Cuts, reached: float) -> float:
+    """A time that the slowest rank cannot be below; `reached` is one that a chain has."""
+    longest = reached * SLACK
+    alike: dict[object, tuple[Sequence[float], float]] = {}
+    loads = [_possible_loads(cuts, stage, longest, alike) for stage in range(cuts.num_stages)]
     needed = cuts.total + math.fsum(least for _, least in loads)
     num_ranks = cuts.placement.num_ranks
     lists = [[loads[s][0] for s in cuts.placement.stages_of(rank)] for rank in range(num_ranks)]
@@ -96,7 +145,7 @@ def capacity_bound(cuts: Cuts) -> float:
                 kinds[key] = _fullest(own, limit * SLACK)
         return math.fsum(kinds[key] for key in keys) >= needed * (1 - 1e-12)
 
-    low, high = needed / num_ranks, needed * 2
+    low, high = needed / num_ranks, longest
     if holds(low):
         return low
     for _ in range(50):
@@ -105,8 +154,10 @@ def capacity_bound(cuts: Cuts) -> float:
     return low
 
 
-def _possible_loads(cuts: Cuts, stage: int) -> tuple[Sequence[float], float]:
-    """What a stage can come to whatever the others are, sorted, and its least transfers.
+def _possible_loads(
+    cuts: Cuts, stage: int, longest: float, alike: dict[object, tuple[Sequence[float], float]]
+) -> tuple[Sequence[float], float]:
+    """What a stage can come to, up to `longest`, sorted, and its least transfers.
 
     Stages that are alike share one object.
     """
@@ -116,16 +167,20 @@ def _possible_loads(cuts: Cuts, stage: int) -> tuple[Sequence[float], float]:
         # Some of these leave too few items for the other stages; as a bound they do.
         starts = ends = range(1, len(cuts.masks) - 1)
     key = (tuple(starts), tuple(ends), cuts.neighbourhood(stage))
-    if key not in cuts.possible:
+    if key not in alike:
         times, least = set(), math.inf
         for start in starts:
-            for end in ends:
-                if cuts.is_before(start, end):
+            for end in ends[bisect.bisect_right(ends, start) :]:
+                time = cuts.before[end] - cuts.before[start]
+                if time > longest and cuts.in_order:
+                    break
+                if time <= longest and cuts.is_before(start, end):
                     load = cuts.load(stage, start, end)
-                    times.add(float(f"{load:.12e}"))
-                    least = min(least, load - cuts.before[end] + cuts.before[start])
-        cuts.possible[key] = (tuple(sorted(times)), least)
-    return cuts.possible[key]
+                    if load <= longest:
+                        times.add(float(f"{load:.12e}"))
+                        least = min(least, load - time)
+        alike[key] = (tuple(sorted(times)), least)
+    return alike[key]
 
 
 _MOST_SUMS = 160_000

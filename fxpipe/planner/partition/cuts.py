@@ -84,6 +84,7 @@ class Cuts:
         self.num_stages = placement.num_stages
         self.ranks = placement.stage_to_rank
         self.in_order = all(a & ~b == 0 for a, b in itertools.pairwise(self.masks))
+        self._are_prefixes = all(mask & (mask + 1) == 0 for mask in self.masks)
         self.before = self._sums([item.time for item in work.items])
         self.total = self.before[-1]
         self._state_before = self._sums([item.state for item in work.items])
@@ -97,6 +98,7 @@ class Cuts:
             for mask in self.masks
         ]
         self._shared = [(_mask(s.items), s) for s in work.shared]
+        self._most_in_flight = [self._in_flight(stage) for stage in range(self.num_stages)]
         self._prices: dict[tuple[int, int, int], float] = {}
         self._least: dict[tuple[int, int, bool], float] = {}
         kinds: dict[object, int] = {}
@@ -105,8 +107,15 @@ class Cuts:
             for stage in range(self.num_stages)
         ]
         self._loads: list[dict[int, float]] = [{} for _ in kinds]
-        self.possible: dict[object, tuple[Sequence[float], float]] = {}
         self.allowed = [self._allowed(boundary) for boundary in range(self.num_stages + 1)]
+
+    def _in_flight(self, stage: int) -> int:
+        """The most microbatches of a stage that its rank holds in one moment."""
+        if not self.limits.in_flight:
+            return 1
+        rank = self.ranks[stage]
+        slot = self.placement.stages_of(rank).index(stage)
+        return max((moment[slot] for moment in self.limits.in_flight[rank]), default=1)
 
     def _sums(self, values: Sequence[float]) -> list[float]:
         return [math.fsum(values[i] for i in _items(mask)) for mask in self.masks]
@@ -187,7 +196,7 @@ class Cuts:
         if is_next:
             there = self.ranks[stage + 1 if leaves else stage - 1]
             return self.price(flow, *((here, there) if leaves else (there, here)))
-        key = (flow, stage, leaves)
+        key = (flow, self._kinds[stage], leaves)
         if key not in self._least:
             others = set(self.ranks[stage + 1 :] if leaves else self.ranks[:stage])
             self._least[key] = min(
@@ -237,9 +246,8 @@ class Cuts:
 
     def alone(self, stage: int, start: int, end: int) -> float:
         """Bytes on a rank that has this stage only."""
-        rank = self.ranks[stage]
-        others = [(0.0, 0.0)] * self.placement.stages_of(rank).index(stage)
-        return self.rank_memory(rank, [*others, self.memory(start, end)])
+        state, residual = self.memory(start, end)
+        return state + self._most_in_flight[stage] * residual
 
     def arrivals(
         self, stage: int, start: int, end: int, stage_of: Sequence[int]
@@ -255,8 +263,11 @@ class Cuts:
                     found.append((source, self.price(flow, self.ranks[source], here)))
         return found
 
-    def items(self, start: int, end: int) -> list[int]:
-        return list(_items(self.masks[end] & ~self.masks[start]))
+    def items(self, start: int, end: int) -> Sequence[int]:
+        first, last = self.masks[start], self.masks[end]
+        if self._are_prefixes:
+            return range(first.bit_length(), last.bit_length())
+        return list(_items(last & ~first))
 
     def assignment(self, chain: Sequence[int]) -> tuple[int, ...]:
         """The stage of each item for a chain of positions."""

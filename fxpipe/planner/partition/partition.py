@@ -140,8 +140,8 @@ def _solve(cuts: Cuts, effort: int) -> tuple[tuple[Chain, Totals] | None, float]
         return None, math.inf
     known = (even, cuts.totals(even))
     if cuts.placement.num_ranks < cuts.num_stages:
-        bound = max(bound, capacity_bound(cuts))
         known = climb(cuts, even)
+        bound = max(bound, capacity_bound(cuts, known[1].slowest))
     best = known if cuts.excess(known[1]) <= 0 else None
     if best is None or best[1].slowest > bound * MET:
         found, _ = search(cuts, None, bound, rest, goal=bound * MET, effort=effort // 2)

@@ -151,6 +151,20 @@ def test_a_custom_function_gets_the_action_in_the_words_of_the_peer():
         assert torch.equal(ours, theirs)
 
 
+def test_a_pair_of_which_one_half_is_left_out_is_refused():
+    schedule, _ = schedule_of(fxpipe.ScheduleDualPipeV)
+
+    def forwards_only(action, context):
+        part = action.sub_actions[0]
+        (stage,) = (s for s in context.schedule_ref._stages if s.stage_index == part.stage_index)
+        stage.forward_one_chunk(part.microbatch_index, ())
+
+    schedule.register_custom_function(compat._ComputationType.OVERLAP_F_B, forwards_only)
+
+    with pytest.raises(ValueError, match=r"did not call context.default\(\) for \(.*OVERLAP_F_B"):
+        schedule.step(torch.randn(8, 4), target=torch.randn(8, 4))
+
+
 def drive(action, context):
     """Do an action by torch's calls on the stages, as clients that overlap two of them do."""
     schedule = context.schedule_ref
@@ -161,6 +175,7 @@ def drive(action, context):
         if part.computation_type == "F":
             assert place in schedule.fwd_recv_ops and not schedule.fwd_recv_ops.pop(place)
             inputs = (context.arg_mbs[microbatch], context.kwarg_mbs[microbatch])
+            schedule._assert_unsharded(stage)
             output = stage.forward_one_chunk(microbatch, *inputs)
             schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
         else:

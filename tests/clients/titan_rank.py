@@ -7,6 +7,7 @@ torchrun; every rank prints the square of its gradients, the one with the last s
 
 import os
 import sys
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,14 @@ def main(package: str, schedules: list[str]) -> None:
         import fxpipe.compat
 
         fxpipe.compat.install()
+    import torchtitan.distributed.dual_pipe_v as dual
     import torchtitan.distributed.parallel_dims as dims
     import torchtitan.tools.utils as tools
 
     tools.device_type = dims.device_type = "cpu"
+    # DualPipeV runs a backward on a thread, and hands it the stream of the GPU: here is none.
+    torch.accelerator.current_stream = lambda device: None
+    dual.device_module = SimpleNamespace(set_stream=lambda stream: None)
     dist.init_process_group("gloo")
     for schedule in schedules:
         train(schedule)
@@ -44,7 +49,6 @@ def train(schedule: str) -> None:
     config.parallelism.pipeline_parallel_degree = world
     config.parallelism.pipeline_parallel_schedule = schedule
     config.parallelism.pipeline_parallel_microbatch_size = 1
-    config.parallelism.pipeline_parallel_expert_parallel_overlap = False  # needs a GPU
     config.training.local_batch_size = 8
     config.training.seq_len = 16
     config.activation_checkpoint.mode = "none"

@@ -1,12 +1,15 @@
 """Training over real gloo processes equals the plain model on every rank."""
 
 import itertools
+import threading
 import time
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from fxpipe import Schedule1F1B
+from fxpipe import Schedule1F1B, ScheduleDualPipeV
+from fxpipe.runtime.stage.executor import ActionContext
 from tests.distributed import bodies
 from tests.distributed.bodies import blocks, mse, rand, stages_of
 from tests.distributed.ranks import run_on_ranks
@@ -75,6 +78,36 @@ def waiting_is_not_computing(rank: int) -> None:
 
 def test_a_measured_span_begins_when_its_inputs_are_there() -> None:
     run_on_ranks(2, waiting_is_not_computing)
+
+
+def both_halves_on_threads(rank: int) -> None:
+    indices, num_stages = bodies.layout("DualPipeV", rank, 2)
+    modules = blocks(num_stages)
+    made = ScheduleDualPipeV(stages_of(modules, indices), 8, loss_fn=mse)
+
+    def on_threads(context: ActionContext) -> None:
+        halves = [threading.Thread(target=run) for _, run in context.parts]
+        for half in halves:
+            half.start()
+        for half in halves:
+            half.join()
+
+    made.replace("OVERLAP_F_B", on_threads)
+    for seed in range(20):
+        x, y = rand(8, 8, seed=seed), rand(8, 8, seed=seed + 100)
+        reference, _ = bodies.plain_gradients(modules, x, y)
+        made.step(x, target=y)
+        for i in indices:
+            for found, wanted in zip(
+                modules[i].parameters(), reference[i].parameters(), strict=True
+            ):
+                torch.testing.assert_close(found.grad, wanted.grad)
+                found.grad = None
+
+
+def test_a_pair_may_run_on_two_threads() -> None:
+    # Both waited for their inputs on one connection, whose queue then lost a message.
+    run_on_ranks(2, both_halves_on_threads)
 
 
 def count_exchanges(rank: int) -> tuple[int, int]:

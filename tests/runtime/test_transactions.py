@@ -1,6 +1,7 @@
 """A step happens as a whole or not at all, in one process, whatever stops it."""
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,11 +232,35 @@ def test_a_program_without_backwards_and_a_loss_are_refused():
     assert made.eval(X).shape == X.shape
 
 
-def test_a_replaced_transfer_must_happen():
+@pytest.mark.parametrize("kind", ["SEND_F", "RECV_B", "F", "B"])
+def test_a_replaced_action_must_happen(kind):
+    # A backward that a function left out was missing in the gradients, and nobody said so.
     made = schedule_of(parts())
-    made.replace("SEND_F", lambda context: None)
+    made.replace(kind, lambda context: None)
 
     with pytest.raises(InputError, match=r"did not call context.default\(\)"):
+        made.step(X, target=Y)
+
+
+def test_an_error_on_a_thread_of_the_users_is_raised(monkeypatch):
+    # torchtitan runs backwards on a thread; what was raised there was printed and forgotten.
+    modules = parts()
+    made = schedule_of(modules)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def fails(grad: Tensor) -> None:
+        raise ArithmeticError("no gradient today")
+
+    def on_a_thread(context: Any) -> None:
+        thread = threading.Thread(target=context.default)
+        thread.start()
+        thread.join()
+
+    made.replace("B", on_a_thread)
+    made.step(X, target=Y)
+    next(modules[0].parameters()).register_hook(fails)
+
+    with pytest.raises(ArithmeticError, match="no gradient today"):
         made.step(X, target=Y)
 
 

@@ -176,10 +176,7 @@ class Executor:
         instead = hooks.instead.get(action.kind)
         before, after = hooks.before.get(action.kind, ()), hooks.after.get(action.kind, ())
         if instead is not None:
-            parts = tuple((part, self._bind(part)) for part in action.parts)
-            module = self._runners[action.stage].module
-            context = ActionContext(action, self.rank, module, run, parts)
-            run = partial(self._run_instead, instead, context, len(self._owed))
+            run = self._bind_instead(instead, action, run)
         if not before and not after:
             return run
 
@@ -192,15 +189,50 @@ class Executor:
 
         return wrapped
 
-    def _run_instead(
-        self, instead: Callable[[ActionContext], None], context: ActionContext, owed: int
-    ) -> None:
-        instead(context)
-        if context.action.kind.is_transfer and self._paid < owed:
+    def _bind_instead(
+        self, instead: Callable[[ActionContext], None], action: Action, run: Run
+    ) -> Run:
+        done: list[Action] = []
+        lost: list[BaseException] = []  # on a thread of the user's, whom nobody asks
+
+        def noting(part: Action, run: Run) -> Run:
+            def noted() -> None:
+                try:
+                    run()
+                except BaseException as error:
+                    lost.append(error)
+                    raise
+                done.append(part)
+
+            return noted
+
+        parts = tuple((part, noting(part, self._bind(part))) for part in action.parts)
+        module = self._runners[action.stage].module
+        context = ActionContext(action, self.rank, module, noting(action, run), parts)
+        needed = {part for part, _ in parts} or {action}
+        is_needed = bool(parts) or action.kind.is_transfer or action.kind.is_compute
+        computes = [part for part in action.parts or (action,) if part.kind.is_compute]
+        values = [v for part in computes for v in reads(part, self._edges) if v.kind in _MOVED]
+        taken = [self._slot(value) for value in values]
+
+        def replaced() -> None:
+            done.clear()
+            lost.clear()
+            for slot in taken:  # the function may use threads, of which transports know nothing
+                value = self._slots[slot]
+                if hasattr(value, "wait"):
+                    self._slots[slot] = self._await(value)
+            instead(context)
+            if not is_needed or action in done or needed.issubset(done):
+                return
+            if lost:
+                raise lost[0]
             raise InputError(
-                f"the function that replaces {context.action.kind.text} did not call "
-                f"context.default() for {context.action}, so another rank would wait for it"
+                f"the function that replaces {action.kind.text} did not call "
+                f"context.default() for {action}, so its result is missing"
             )
+
+        return replaced
 
     def _bind(self, action: Action) -> Run:
         kind, stage, microbatch, _, parts = action

@@ -18,8 +18,10 @@ from fxpipe.errors import PlanError, ScheduleError
 from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Training
 from fxpipe.planner.partition.work import in_flight
-from fxpipe.program import Link, StageCosts, simulate
+from fxpipe.program import Edges, Link, Program, StageCosts
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
+from fxpipe.program.play.engine import Play, cost_times
+from fxpipe.program.play.numbering import Numbering
 
 __all__ = ["Candidate", "Outline", "Space", "candidates", "outline"]
 
@@ -293,10 +295,9 @@ def outline(name: str, per_rank: int, times: Sequence[float], transfer: float) -
 @lru_cache(maxsize=4096)
 def _outline(name: str, per_rank: int, shares: tuple[float, ...], transfer: float) -> Outline:
     idle, held, grows = [], [], False
+    forward, backward_input, backward_weight = shares
     for ranks in (4, 6):
-        info = SCHEDULES[name]
-        program = info(ranks, ranks * per_rank, 3 * ranks)
-        forward, backward_input, backward_weight = shares
+        program, numbering, most = _small_program(name, per_rank, ranks)
         costs = StageCosts.uniform(
             program.placement,
             forward=forward,
@@ -305,10 +306,18 @@ def _outline(name: str, per_rank: int, shares: tuple[float, ...], transfer: floa
             activation=transfer,
             link=Link(0.0, 1.0),
         )
-        makespan = simulate(program, costs).makespan
-        idle.append(makespan - 3 * ranks * math.fsum(shares))
-        most = max(max(map(sum, moments)) for moments in in_flight(program)) / per_rank
+        play = Play(program.ranks, numbering, cost_times(costs, program.num_stages))
+        play.run()
+        idle.append(max(end for end, *_ in play.done) - 3 * ranks * math.fsum(shares))
         held.append(most)
         grows = most >= 3 * ranks - 1e-9
     slope = (held[1] - held[0]) / 2
     return Outline(max((idle[1] - idle[0]) / 2, 0.0), held[0] - 4 * slope, slope, grows)
+
+
+@lru_cache(maxsize=256)
+def _small_program(name: str, per_rank: int, ranks: int) -> tuple[Program, Numbering, float]:
+    """A program to know a schedule by, and the most microbatches that a rank of it holds."""
+    program = SCHEDULES[name](ranks, ranks * per_rank, 3 * ranks)
+    most = max(max(map(sum, moments)) for moments in in_flight(program)) / per_rank
+    return program, Numbering.of(program, Edges.chain(program.num_stages)), most

@@ -302,6 +302,13 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
+def gather_options() -> Any:
+    """Return the options of an all-gather."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+
+
 def backend_object(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend that carries tensors of a device; RuntimeError if there is none."""
     return group._get_backend(device)

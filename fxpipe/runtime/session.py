@@ -177,9 +177,10 @@ class Session:
 
     def _tell_replicas(self, call: Call, message: str) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""
-        if not call.training or self.plan is None or not self.plan.has_loss:
+        has_loss = self.options.loss_fn is not None if self.plan is None else self.plan.has_loss
+        if not call.training or not has_loss:
             return
-        syncs = {i: grad_sync(runner.module) for i, runner in self.plan.runners.items()}
+        syncs = {i: grad_sync(stage.submod) for i, stage in self.stages.items()}
         if all(isinstance(sync, NoSync) for sync in syncs.values()):
             return
         sharded = any(sync.is_sharded for sync in syncs.values())

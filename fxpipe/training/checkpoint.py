@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.control.control import Control, agree
-from fxpipe.runtime.control.group_control import side_group
 from fxpipe.training.restore import Restoring, own_extra
 from fxpipe.training.state import (
     Optimizers,
@@ -45,7 +44,7 @@ from fxpipe.training.state import (
     set_random_state,
 )
 from fxpipe.training.storage import PLAIN, Reader, Writer, as_tensor, newest, next_name
-from fxpipe.training.together import together, world
+from fxpipe.training.together import gloo_world, together
 
 __all__ = ["Restored", "load_checkpoint", "save_checkpoint"]
 
@@ -95,7 +94,7 @@ def save_checkpoint(
         control.exchange([])
         tensors, name = _agreed_state(control, run, parts, optimizer, step, extra or {}, keep)
         is_alone = control.size == 1
-    group = None if is_alone else side_group(world())
+    group = None if is_alone else gloo_world()
     how: dict[str, Any] = {"storage_writer": Writer(run, name, keep), "process_group": group}
     if not wait:
         writing: Any = async_save(tensors, no_dist=is_alone, **how)

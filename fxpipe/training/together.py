@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.training.state import Source, stages_of
 
-__all__ = ["together", "world"]
+__all__ = ["gloo_world", "together"]
+
+_GLOO: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -31,12 +34,20 @@ def together(name: str, source: Source, *, default_alone: bool) -> Iterator[Cont
     is_alone |= any(isinstance(resolve_group(stage.group), LocalGroup) for stage in stages)
     is_alone |= default_alone and isinstance(source, nn.Module)
     deadline = Deadline(timeout_seconds(None))
-    control: Control = Control() if is_alone else control_of(world(), deadline)
+    control: Control = Control() if is_alone else control_of(_world(), deadline)
     with control.call(name, 0, deadline, lambda: name):
         yield control
 
 
-def world() -> dist.ProcessGroup:
+def gloo_world() -> dist.ProcessGroup:
+    """A gloo group of all processes that torch knows, made once; all of them call this."""
+    world = _world()
+    if world not in _GLOO:
+        _GLOO[world] = dist.new_group(backend="gloo")
+    return _GLOO[world]
+
+
+def _world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import datetime
+import gc
 import time
 from unittest import mock
 
@@ -24,19 +25,12 @@ from fxpipe import (
     get_schedule_class,
     pipeline,
 )
+from fxpipe.runtime.control.ballot import BALLOTS, SilentReplicaError, ballot_of
 from fxpipe.runtime.parameters import replicas
+from fxpipe.runtime.wire.failure import Deadline
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
-from tests.distributed.ranks import run_on_ranks, stop_ranks
+from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
-
-
-@pytest.fixture(autouse=True)
-def ranks_of_its_own():
-    """Give each test new processes: a collective given up in an earlier test can hold up a rank."""
-    stop_ranks()
-    yield
-    stop_ranks()
-
 
 WRAPPERS = ("module.", "_orig_mod.")
 
@@ -233,12 +227,14 @@ def votes(rank: int, wrapper: str) -> int:
     ]
     made = ScheduleInterleaved1F1B(stages, 4, loss_fn=mse, max_unsharded=1)
     made.step(rand(8, 8), target=rand(8, 8))
-    with mock.patch.object(replicas, "side_group", wraps=replicas.side_group) as asked:
+    with mock.patch.object(replicas, "ballot_of", wraps=replicas.ballot_of) as asked:
         made.step(rand(8, 8), target=rand(8, 8))
-    differ = replica == 0
     if wrapper == "ddp":
         with pytest.raises((InputError, RemoteStageError), match="must be the same on all of them"):
-            made.step(rand(8, 8), target=rand(8, 8), finalize_gradients=differ)
+            made.step(rand(8, 8), target=rand(8, 8), finalize_gradients=replica == 0)
+        # The reductions of one replica would be taken for those of the next step.
+        with pytest.raises(RemoteStageError, match="in an earlier step; make the groups anew"):
+            made.step(rand(8, 8), target=rand(8, 8))
     return asked.call_count
 
 
@@ -257,18 +253,62 @@ def late_replica(rank: int) -> None:
     made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=1.0)
     made.step(rand(8, 8), target=rand(8, 8))
     if rank == 1:
-        time.sleep(3.0)
-        # What the other one had sent before it gave up may be enough for this step, not for two.
-        with contextlib.suppress(RemoteStageError):
-            made.step(rand(8, 8), target=rand(8, 8))
+        time.sleep(3.0)  # what the other has sent before it gave up would be enough for a step
     with pytest.raises(RemoteStageError, match="did not answer"):
         made.step(rand(8, 8), target=rand(8, 8))
-    with pytest.raises(RemoteStageError, match=r"did not answer .* in an earlier step"):
+    with pytest.raises(RemoteStageError, match=r"did not answer.* in an earlier step"):
         made.step(rand(8, 8), target=rand(8, 8))
 
 
 def test_a_replica_that_is_late_is_not_waited_for_longer_than_the_timeout() -> None:
     run_on_ranks(2, late_replica)
+
+
+def freed_after_silence(rank: int) -> float:
+    """Seconds to free the group of a vote that was never answered; the group's own limit is 150."""
+    world = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    wrapped = wrap(blocks(1)[0], "ddp", world)
+    made = Schedule1F1B(
+        [PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])], 2, loss_fn=mse, timeout=1.0
+    )
+    made.step(rand(8, 8), target=rand(8, 8))
+    if rank == 0:
+        deadline = Deadline(1.0)
+        with pytest.raises(SilentReplicaError, match="did not answer within 1 s"):
+            ballot_of(world, deadline).vote([True], deadline)
+        start = time.monotonic()
+        BALLOTS.pop(world)
+        gc.collect()
+        return time.monotonic() - start
+    return 0.0
+
+
+def test_a_vote_that_was_given_up_does_not_hold_up_who_frees_its_group() -> None:
+    # The collector ran in a later step and stood still for the group's own limit: its peers waited.
+    assert max(run_on_ranks(2, freed_after_silence)) < 20.0
+
+
+def first_step_fails(rank: int) -> None:
+    """One replica fails before it has a plan: the other is told, and both go on."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    wrapped = wrap(blocks(2)[place], "ddp", dp[place])
+    made = Schedule1F1B(
+        [PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])], 4, loss_fn=mse, timeout=60.0
+    )
+    few = 3 if replica == 1 else 8
+    start = time.monotonic()
+    with pytest.raises((InputError, RemoteStageError), match="4 microbatches"):
+        made.step(rand(8, 8)[:few], target=rand(8, 8)[:few])
+    assert time.monotonic() - start < 30.0
+
+    made.step(rand(8, 8), target=rand(8, 8))
+
+
+def test_a_replica_that_fails_in_its_first_step_tells_the_others() -> None:
+    run_on_ranks(4, first_step_fails)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])

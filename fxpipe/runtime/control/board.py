@@ -43,6 +43,10 @@ class Board:
     def key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
+    def enter(self, token: str) -> None:
+        """All ranks have met: what they say from now on stands under this token."""
+        self._prefix = f"{self._prefix}/{token}"
+
     @property
     def is_over(self) -> bool:
         """Whether nothing more can be said after the failure."""
@@ -92,7 +96,9 @@ class Board:
                 self._learn(Failure(**json.loads(self.store.get(key))), number)
 
     def look_and_raise(self) -> None:
-        self.look()
+        """Raise a failure that is known; a store that is slow says nothing."""
+        with contextlib.suppress(StoreSilentError):
+            self.look()
         if self.failure is not None:
             raise remote_error(self.failure)
 

@@ -34,8 +34,7 @@ from fxpipe.errors import FxpipeError, InputError, RemoteStageError
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.control.board import HOLDER, Board, idle
 from fxpipe.runtime.control.control import CALLS, Control
-from fxpipe.runtime.control.meeting import connect_store, meet
-from fxpipe.runtime.control.store import Store
+from fxpipe.runtime.control.meeting import meet, name_of, own_store, until
 from fxpipe.runtime.control.watch import GRACE, POLL, Life, Watch
 from fxpipe.runtime.wire.communicators import backend_of, own_communicators, streams_of
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
@@ -43,8 +42,9 @@ from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
+from fxpipe.torch_inside import gather_options
 
-__all__ = ["GroupControl", "control_of", "side_group"]
+__all__ = ["GroupControl", "control_of"]
 
 _LOG = logging.getLogger(__name__)
 _WIDTH = 8  # numbers of an exchange
@@ -55,9 +55,6 @@ _CPU = torch.device("cpu")
 
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupControl] = weakref.WeakKeyDictionary()
 _MEETINGS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_SIDES: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
@@ -75,32 +72,14 @@ def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
     return found
 
 
-def side_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks, made once per group."""
-    side = _SIDES.get(group)
-    if side is None:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="gloo",
-            # Where only some processes make a group, torch names it by the number of groups that
-            # each of them has, which may differ: they would wait for each other. So all do, if
-            # all are here.
-            use_local_synchronization=group is not dist.group.WORLD,
-            sort_ranks=False,
-        )
-        assert made is not None
-        side = _SIDES[group] = made
-    return side
-
-
 class GroupControl(Control):
     """Agreement over a gloo group of our own and the store, for the ranks of `group`."""
 
     def __init__(self, group: dist.ProcessGroup, deadline: Deadline) -> None:
         self.rank, self.size = group.rank(), group.size()
         meeting = _MEETINGS[group] = _MEETINGS.get(group, 0) + 1
-        prefix = f"fxpipe/{_name(group)}/{meeting}"
-        self.board = Board(Store(connect_store), prefix, self.rank, self.size)
+        prefix = f"fxpipe/{name_of(group)}/{meeting}"
+        self.board = Board(own_store(), prefix, self.rank, self.size)
         self.schedules = 0
         self.poll = POLL * max(1.0, dist.get_world_size() / 256)
         self._busy = threading.Lock()
@@ -276,7 +255,7 @@ class GroupControl(Control):
 
     def _over_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._gloo.allgather([parts], [mine])
+        work = self._gloo.allgather([parts], [mine], until(self._deadline, gather_options()))
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=min(0.2, max(self._deadline.left(), 0.01))))
@@ -364,10 +343,3 @@ class GroupControl(Control):
             )
         text = f"lost the connection to rank {rank}: {why} {noticed}"
         return self.report(Failure(rank, "ConnectionError", text, "lost"))
-
-
-def _name(group: dist.ProcessGroup) -> str:
-    try:
-        return str(group.group_name)
-    except (RuntimeError, AttributeError):  # of a backend written in Python
-        return "-".join(map(str, dist.get_process_group_ranks(group)))

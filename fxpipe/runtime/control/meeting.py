@@ -2,6 +2,10 @@
 
 Each rank leaves a word in the store and waits for those of the others. Then all make a gloo group
 of our own, and connect by sockets where they share a host.
+
+A store may outlive its process groups: under torchrun a second `init_process_group` finds what was
+written for the first. So a word counts once it repeats the random token of the rank that reads it,
+and everything said later stands under the token of rank 0.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import json
 import os
 import socket
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +30,10 @@ from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_err
 from fxpipe.runtime.wire.sockets import Listener
 from fxpipe.torch_inside import default_store
 
-__all__ = ["Met", "connect_store", "meet"]
+__all__ = ["Met", "connect_gloo", "meet", "name_of", "own_store", "until"]
 
 _DESCRIPTORS = 64  # that must be free for meeting; less for few ranks
+_STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,36 @@ class Met:
     sockets: Mapping[int, socket.socket]
 
 
-def connect_store() -> Any:
-    """A client of our own of the store of the process groups."""
+def own_store() -> Store:
+    """A client of our own of the store of the process groups, one for all boards.
+
+    Connecting can take seconds: the store's library asks for the names of hosts.
+    """
+    world = dist.group.WORLD
+    if world not in _STORES:
+        _STORES[world] = Store(_connect_store)
+    return _STORES[world]
+
+
+def _connect_store() -> Any:
     return default_store().clone()
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """What all ranks of a group call it."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, AttributeError):  # of a backend written in Python
+        return "-".join(map(str, dist.get_process_group_ranks(group)))
+
+
+def until(deadline: Deadline, options: Any) -> Any:
+    """The options of a collective, with the deadline as its end.
+
+    Who frees a gloo group waits for all its collectives, also for those that were given up.
+    """
+    options.timeout = datetime.timedelta(seconds=max(deadline.left(), 0.01))
+    return options
 
 
 def meet(board: Board, deadline: Deadline) -> Met:
@@ -96,14 +129,28 @@ def _check_descriptors(board: Board) -> None:
 
 def _hello(board: Board, mine: Mapping[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
     """Tell in the store that this rank is here, and wait for the others."""
-    store = board.store
-    keys = [board.key(f"hello/{rank}") for rank in range(board.size)]
-    missing, pause = list(range(board.size)), 0.001
+    store, rank = board.store, board.rank
+    keys = [board.key(f"hello/{peer}") for peer in range(board.size)]
+    word = {**mine, "token": os.urandom(8).hex(), "heard": {}}
+    words = {rank: word}
+    missing, pause = [peer for peer in range(board.size) if peer != rank], 0.001
     store.patience = deadline.left()
     try:
         board.look_and_raise()
-        store.set(keys[board.rank], json.dumps(mine))
-        while missing := [r for r in missing if not store.check([keys[r]])]:
+        store.set(keys[rank], json.dumps(word))
+        while missing:
+            told = dict(word["heard"])
+            for peer in list(missing):
+                if store.check([keys[peer]]):
+                    found = words[peer] = json.loads(store.get(keys[peer]))
+                    word["heard"][str(peer)] = found["token"]
+                    if found["heard"].get(str(rank)) == word["token"]:
+                        missing.remove(peer)
+            if told != word["heard"]:
+                store.set(keys[rank], json.dumps(word))
+                continue
+            if not missing:
+                break
             board.look_and_raise()
             left = store.patience = deadline.left()
             if left == 0.0:
@@ -113,13 +160,24 @@ def _hello(board: Board, mine: Mapping[str, Any], deadline: Deadline) -> list[di
                 raise remote_error(board.report(first))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [json.loads(store.get(key)) for key in keys]
     except StoreSilentError as error:
         text = f"{error} {HOLDER}"
-        silent = Failure(board.rank, "TimeoutError", text, "hang")
+        silent = Failure(rank, "TimeoutError", text, "hang")
         raise remote_error(silent) from error
     finally:
         store.patience = PATIENCE
+    board.enter(words[0]["token"])
+    return [words[peer] for peer in range(board.size)]
+
+
+def connect_gloo(board: Board, deadline: Deadline) -> Any:
+    """Meet the other ranks only to make a gloo group with them. All of them call this.
+
+    Raises:
+        RemoteStageError: a rank does not come before the deadline.
+    """
+    _hello(board, {}, deadline)
+    return _make_group(board, deadline)
 
 
 def _make_group(board: Board, deadline: Deadline) -> Any:
@@ -131,7 +189,7 @@ def _make_group(board: Board, deadline: Deadline) -> Any:
         return dist.ProcessGroupGloo(own, rank, size, timeout=left)
 
     # By a thread of its own: the other one goes on looking for failures.
-    return Store(connect_store).ask(make, deadline.left(), board.look_and_raise)
+    return Store(_connect_store).ask(make, deadline.left(), board.look_and_raise)
 
 
 def _host() -> str:

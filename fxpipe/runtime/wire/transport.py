@@ -31,6 +31,7 @@ __all__ = [
     "Transport",
     "TransportError",
     "as_bytes",
+    "close_connections",
 ]
 
 TensorShape = tuple[tuple[int, ...], torch.dtype]
@@ -246,13 +247,19 @@ class GroupTransport:
 
     def close(self) -> None:
         self._open.clear()
-        # gloo wakes nobody on abort; a wait that times out closes every connection of its group.
-        with contextlib.suppress(RuntimeError):
-            group: Any = self._group
-            peer = (group.rank() + 1) % group.size()
-            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-            work = group.recv([nothing], peer, _UNUSED_TAG)
-            work.wait(datetime.timedelta(milliseconds=1))
+        close_connections(self._group)
+
+
+def close_connections(gloo: Any) -> None:
+    """Close what a gloo group has open: whoever waits in it raises, here and on the other ranks.
+
+    gloo wakes nobody on abort, but a wait that times out closes every connection of its group.
+    """
+    with contextlib.suppress(RuntimeError):
+        peer = (gloo.rank() + 1) % gloo.size()
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        work = gloo.recv([nothing], peer, _UNUSED_TAG)
+        work.wait(datetime.timedelta(milliseconds=1))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

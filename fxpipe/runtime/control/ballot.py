@@ -1,0 +1,150 @@
+"""Votes of data-parallel replicas: all learn the same outcome of a step.
+
+A vote is one all-reduce of a few bytes over a gloo group of our own, which ends with the step's
+deadline. A replica that waits until then gives the vote up. What it has sent may still complete
+the vote of one that comes later: so the store decides, where the first word about a vote stays,
+"given up" or "counted".
+
+Who has voted in time need not ask. Nobody waits for a vote before the one before has ended, which
+needs everybody's: so nobody can have given this vote up sooner than the timeout after this
+replica cast its last one. (Replicas are expected to have the same timeout, give or take half.)
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RemoteStageError
+from fxpipe.runtime.control.board import Board
+from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store, until
+from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.torch_inside import gather_options
+
+__all__ = ["BALLOTS", "Ballot", "SilentReplicaError", "ballot_of"]
+
+_BYTES = 512  # of what one replica says: two for the length of its message, then that
+_GRACE = 2.0  # seconds for what others have counted to arrive here
+
+BALLOTS: weakref.WeakKeyDictionary[dist.ProcessGroup, Ballot] = weakref.WeakKeyDictionary()
+
+
+class SilentReplicaError(RemoteStageError):
+    """A replica has not answered in time: nobody knows which vote it would answer later."""
+
+
+def ballot_of(group: dist.ProcessGroup, deadline: Deadline) -> Ballot:
+    """The votes of a group of replicas, which meet at the first one.
+
+    Raises:
+        SilentReplicaError: one of them does not come before the deadline.
+    """
+    if group not in BALLOTS:
+        prefix = f"fxpipe/votes/{name_of(group)}"
+        board = Board(own_store(), prefix, group.rank(), group.size())
+        try:
+            BALLOTS[group] = Ballot(connect_gloo(board, deadline), board)
+        except RemoteStageError as error:
+            raise SilentReplicaError(
+                f"a data-parallel replica of this stage did not answer: {error}"
+            ) from error
+    return BALLOTS[group]
+
+
+class Ballot:
+    """The votes of one group of replicas."""
+
+    def __init__(self, gloo: Any, board: Board) -> None:
+        self._gloo, self._board = gloo, board
+        self._number = 0
+        self._cast = -float("inf")
+
+    def vote(self, flags: Sequence[bool], deadline: Deadline) -> list[bool]:
+        """For each flag whether any replica has set it.
+
+        Raises:
+            SilentReplicaError: a replica has not voted, or has given the vote up.
+        """
+        before, self._cast = self._cast, time.monotonic()
+        self._number += 1
+        found = _bits(flags)
+        work = self._gloo.allreduce([found], _maximum(deadline))
+        try:
+            self._wait(work, deadline)
+        except SilentReplicaError:
+            if self._decide("given up") != "counted":
+                raise
+            self._wait(work, Deadline(_GRACE))
+        else:
+            in_time = time.monotonic() - before < deadline.seconds / 2
+            if not in_time and self._decide("counted") != "counted":
+                raise SilentReplicaError(
+                    "a data-parallel replica of this stage did not answer: it has given this step "
+                    f"up, because this one came more than {deadline.seconds:g} s later"
+                )
+        return [bool(flag) for flag in found.tolist()]
+
+    def cast(self, flags: Sequence[bool], message: str, deadline: Deadline) -> None:
+        """Vote for a replica that has failed, and say why, without waiting for the others."""
+        self._cast = time.monotonic()
+        self._number += 1
+        self._gloo.allreduce([_bits(flags)], _maximum(deadline))
+        self._say(message, deadline)
+
+    def hear(self, deadline: Deadline) -> str:
+        """What a replica that has failed said."""
+        work, said = self._say("", deadline)
+        self._wait(work, deadline)
+        return next(filter(None, map(_read, said)), "it left no message")
+
+    def _say(self, message: str, deadline: Deadline) -> tuple[Any, list[torch.Tensor]]:
+        mine = _written(message)
+        said = [torch.zeros_like(mine) for _ in range(self._board.size)]
+        return self._gloo.allgather([said], [mine], until(deadline, gather_options())), said
+
+    def _wait(self, work: Any, deadline: Deadline) -> None:
+        left = deadline.left()
+        try:
+            work.wait(datetime.timedelta(seconds=max(left, 0.01)))
+        except RuntimeError as error:
+            why = f": {str(error).splitlines()[0]}"
+            if deadline.left() < 0.1:  # gloo words it in several ways; the clock does not
+                why = f" within {deadline.seconds:g} s"
+            silent = f"a data-parallel replica of this stage did not answer{why}"
+            raise SilentReplicaError(silent) from error
+
+    def _decide(self, word: str) -> str:
+        """What the replicas hold of this vote: the word of the first who asks."""
+        key = self._board.key(f"vote/{self._number}")
+        try:
+            found = self._board.store.ask(lambda store: store.compare_set(key, "", word))
+            return bytes(found).decode()
+        except RuntimeError:  # the store's holder is gone, and with it the job
+            return "given up"
+
+
+def _maximum(deadline: Deadline) -> Any:
+    options = until(deadline, dist.AllreduceOptions())
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
+def _bits(flags: Sequence[bool]) -> torch.Tensor:
+    return torch.tensor(flags, dtype=torch.uint8, device="cpu")
+
+
+def _written(message: str) -> torch.Tensor:
+    text = message.encode()[: _BYTES - 2]
+    data = len(text).to_bytes(2, "little") + text
+    return torch.frombuffer(bytearray(data.ljust(_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _read(said: torch.Tensor) -> str:
+    data = bytes(said.tolist())
+    return data[2 : 2 + int.from_bytes(data[:2], "little")].decode(errors="replace")

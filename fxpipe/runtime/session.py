@@ -177,10 +177,15 @@ class Session:
 
     def _tell_replicas(self, call: Call, message: str) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""
-        has_loss = self.options.loss_fn is not None if self.plan is None else self.plan.has_loss
+        if self.plan is None:
+            modules = {i: stage.submod for i, stage in self.stages.items()}
+            has_loss = self.options.loss_fn is not None
+        else:
+            modules = {i: runner.module for i, runner in self.plan.runners.items()}
+            has_loss = self.plan.has_loss
         if not call.training or not has_loss:
             return
-        syncs = {i: grad_sync(stage.submod) for i, stage in self.stages.items()}
+        syncs = {i: grad_sync(m) for i, m in modules.items() if isinstance(m, nn.Module)}
         if all(isinstance(sync, NoSync) for sync in syncs.values()):
             return
         sharded = any(sync.is_sharded for sync in syncs.values())

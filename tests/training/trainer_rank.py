@@ -1,9 +1,13 @@
-"""One rank of Hugging Face's Trainer, then of Accelerate, over a pipeline; torchrun starts it.
+"""Hugging Face's Trainer, then Accelerate, over a pipeline of two ranks and with the plain model.
 
-The last rank prints the losses; the plain model trained with the same tools prints them too.
+Three processes print losses. They are forked from one that has imported transformers, which takes
+longer than the training.
 """
 
 import json
+import multiprocessing
+import os
+import socket
 import sys
 import tempfile
 import warnings
@@ -86,23 +90,30 @@ def plain_step(net: LlamaForCausalLM) -> Any:
     return step
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    net, plain = model(), model()
-    if "plain" in sys.argv:
-        found, _ = train(lambda **options: Trainer(model=plain, **options))
-        also = model()
-        second = accelerated(plain_step(also), list(also.parameters()), Accelerator(cpu=True))
-        sys.stdout.write("LOSSES " + json.dumps([found, second]) + "\n")
-        return
+def say(name: str, found: list[list[float]]) -> None:
+    sys.stdout.write(f"LOSSES {json.dumps({name: found})}\n")
+    sys.stdout.flush()
+
+
+def plain_model() -> None:
+    found, _ = train(lambda **options: Trainer(model=model(), **options))
+    also = model()
+    second = accelerated(plain_step(also), list(also.parameters()), Accelerator(cpu=True))
+    say("plain", [found, second])
+
+
+def rank_of_two(rank: int, port: int) -> None:
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    net = model()
     dist.init_process_group("gloo")
     found, trainer = train(lambda **options: PipelineTrainer(pipe_of(net), model=net, **options))
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     trainer.save_model(folder[0])
     dist.barrier()
-    if dist.get_rank() == 0:
+    if rank == 0:
         exported = LlamaForCausalLM.from_pretrained(folder[0])
         ids = torch.stack([row["input_ids"] for row in rows()[:8]])
         found.append(exported(input_ids=ids, labels=ids).loss.item())
@@ -111,9 +122,24 @@ def main() -> None:
     second = accelerated(
         lambda ids: pipe.step(input_ids=ids, target=ids), pipe.parameters(), accelerator
     )
-    if dist.get_rank() == 0:
-        sys.stdout.write("LOSSES " + json.dumps([found, second]) + "\n")
+    if rank == 0:
+        say("pipeline", [found, second])
     dist.destroy_process_group()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=rank_of_two, args=(rank, port)) for rank in range(2)]
+    processes.append(fork.Process(target=plain_model))
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":

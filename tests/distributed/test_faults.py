@@ -28,7 +28,7 @@ from tests.distributed.bodies import (
 from tests.distributed.ranks import RankFailedError, run_on_ranks
 from tests.runtime.training import assert_close
 
-SOON = 5.0  # the promise is 2 s; the machine may be busy
+SOON = 30.0  # who is told nothing waits for minutes; at once may be long on a busy machine
 
 WAYS: dict[str, tuple[Any, ...]] = {"sockets": (), "group": (by_group_alone,)}
 

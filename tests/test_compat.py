@@ -347,6 +347,8 @@ def test_an_order_goes_through_a_file_with_and_without_communication(tmp_path):
         made._dump_csv(tmp_path / "order.csv", format)
         read._load_csv(tmp_path / "order.csv", format)
 
+        cells = (tmp_path / "order.csv").read_text().replace("\n", ",").split(",")
+        assert all(peer._Action.from_str(cell) is not None for cell in cells if cell)
         kinds = {"compute_only": made.program, "compute_comms": fused(made)}
         assert read.program.ranks == kinds[format].ranks
 

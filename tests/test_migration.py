@@ -2,13 +2,19 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import pipelining as peer
 from torch.distributed.pipelining import _IR, _utils, microbatch, schedules, stage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops as peer_ops
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxpipe
 import fxpipe.microbatch
@@ -86,3 +92,48 @@ def test_orders_are_those_of_torch_but_for_what_the_page_names(sizes):
         for start in range(half, len(theirs), count):
             theirs[start : start + count] = reversed(theirs[start : start + count])
         assert ours == theirs
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def objects(package: Any, classes: Any) -> list[Any]:
+    """A stage, schedules, a pipe, its description and a stage of it, made by either package."""
+    x = torch.zeros(2, 4)
+
+    def stage(index: int, count: int) -> Any:
+        shapes = {"input_args": (x,), "output_args": (x,)}
+        return package.PipelineStage(nn.Linear(4, 4), index, count, torch.device("cpu"), **shapes)
+
+    pipe = package.pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+        (x,),
+        split_spec={"1": package.SplitPoint.BEGINNING},
+    )
+    single = [classes.get_schedule_class(name)(stage(0, 2), 8) for name in ("GPipe", "1F1B")]
+    looped = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
+    placed = [(name, (0, 2)) for name in looped] + [
+        (name, (0, 3)) for name in ("ZBVZeroBubble", "DualPipeV")
+    ]
+    several = [
+        classes.get_schedule_class(name)([stage(i, 4) for i in indices], 8)
+        for name, indices in placed
+    ]
+    built = pipe.build_stage(0, torch.device("cpu"))
+    return [stage(0, 2), *single, *several, pipe, pipe.info(), built]
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # torch's export of its own
+def test_public_attributes_are_here_or_named_as_missing(one_of_two: None) -> None:
+    section = PAGE.partition("## What has no counterpart")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+
+    for theirs, ours in zip(
+        objects(peer, schedules), objects(fxpipe, fxpipe.schedules), strict=True
+    ):
+        public = {name for name in dir(theirs) if not name.startswith("_")}
+        assert public - set(dir(ours)) <= named, type(theirs).__name__

@@ -149,6 +149,10 @@ class Schedule:
         return self._options.scale_grads
 
     @property
+    def _loss_fn(self) -> Callable[..., Any] | None:
+        return self._options.loss_fn
+
+    @property
     def pipeline_order(self) -> dict[int, list[_Action | None]]:
         """The program in torch's words: for each rank its actions, None where it waits.
 

@@ -138,7 +138,7 @@ class PipelineScheduleMulti(Schedule):
         rows = rows_of_csv(Path(filename).read_text())
         self._prepare_schedule_with_comms(dict(enumerate(rows)), format)
 
-    def _dump_csv(self, filename: str | Path, format: str = "compute_only") -> None:
+    def _dump_csv(self, filename: str | Path, format: str = "compute_comms") -> None:
         """Write the order to a file, with or without communication, as torch does."""
         is_whole = format == "compute_comms"
         order = self.pipeline_order_with_comms if is_whole else self.pipeline_order

@@ -194,3 +194,4 @@ def test_stages_and_schedules_have_the_attributes_that_clients_read():
     assert stages[2].stage_index_to_group_rank == {0: 0, 1: 1, 2: 0, 3: 1}
     single, _ = made(ScheduleGPipe)
     assert single._stage is single._stages[0]
+    assert single._loss_fn is not None

@@ -23,7 +23,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.graph.capture.dtype_following import dtypes_to_follow, link_dtypes
+from fxpipe.graph.capture.dtype_following import (
+    Cast,
+    drop_certain,
+    dtypes_looked_at,
+    dtypes_to_follow,
+    let_look,
+    link_dtypes,
+)
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import merge_modes
@@ -287,18 +294,30 @@ def _follow_dtypes(
     task: Task, settings: Settings, training: bool | None, traced: TracedGraph
 ) -> None:
     """Let dtypes that opened code read off a tensor follow it; see `dtype_following`."""
-    cast = dtypes_to_follow(traced)
-    if not cast:
-        return
-    text = ", ".join(f"{old} as {new}" for old, new in cast.items())
-    as_other = dataclasses.replace(settings, why=f"with {text}, since code reads a dtype")
-    try:
-        other = run_once(task, as_other, training=training, cast=cast)
-    except Exception as error:
-        _log.info("the model does not run with %s; its dtypes are fixed: %s", text, error)
-        return
-    if not link_dtypes(traced, other.graph, cast):
-        _log.info("the model is another graph with %s; its dtypes are fixed", text)
+    runs: dict[str, TracedGraph | None] = {}
+
+    def run_with(cast: Cast) -> TracedGraph | None:
+        text = ", ".join(f"{old} as {new}" for old, new in cast.items())
+        if text not in runs:
+            why = f"with {text}, since code reads a dtype"
+            try:
+                other = dataclasses.replace(settings, why=why)
+                found = runs[text] = run_once(task, other, training=training, cast=cast)
+                drop_certain(found)
+            except Exception as error:
+                _log.info("the model does not run with %s; its dtypes are fixed: %s", text, error)
+                runs[text] = None
+        return runs[text]
+
+    drop_certain(traced)
+    follow = dtypes_to_follow(traced)
+    other = run_with(follow) if follow else None
+    for cast in dtypes_looked_at(traced, None if other is None else other.graph, follow):
+        found = run_with(cast)
+        if found is not None:
+            let_look(traced, found.graph, cast)
+    if other is not None and not link_dtypes(traced, other.graph, follow):
+        _log.info("the model is another graph with other dtypes; its dtypes are fixed")
 
 
 def _check_refusals(*graphs: TracedGraph) -> None:

@@ -6,13 +6,16 @@ reads a dtype and uses one is traced once more with its floating state and input
 in another precision: what differs between the two graphs follows the model, and is
 read off a tensor when the stage runs. So do limits such as `torch.finfo(dtype).min`.
 
+Code may also look at the dtype of a value and decide (`if x.dtype == torch.float16`). Stages
+compare it when they run, and accept those dtypes with which a trace gave the same graph.
+
 In:  the graph of a trace, the graph of the second one, and what was cast to what.
 Out: the first graph, with a node in place of each constant that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +26,18 @@ from fxpipe.graph.arguments import leaves_of, map_pairs
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Ambient, Facts
 from fxpipe.graph.nested import map_leaves
-from fxpipe.graph.record.graph_calls import TracedDtype, dtype_of
+from fxpipe.graph.record.graph_calls import AgreedDtype, TracedDtype, dtype_of
 
 __all__ = [
     "HEAVY",
+    "Cast",
     "cast_inputs",
+    "drop_certain",
+    "dtypes_looked_at",
     "dtypes_to_follow",
     "function_name",
     "keeps_parameter_dtype",
+    "let_look",
     "link_dtypes",
 ]
 
@@ -57,6 +64,36 @@ def dtypes_to_follow(traced: TracedGraph) -> Cast:
     return found
 
 
+def dtypes_looked_at(traced: TracedGraph, theirs: fx.Graph | None, cast: Cast) -> Iterator[Cast]:
+    """Yield others to try of the dtypes that opened code has looked at, and that do not follow."""
+    checks = _checks(traced.graph)
+    if theirs is not None and _compares(traced.graph, theirs):
+        followed = {source for *_, source in _changes(traced, theirs, cast)}
+        checks = [check for check in checks if check.args[0] not in followed]
+    seen = {dtype for check in checks for dtype in check.target.known} & _OTHER.keys()
+    for number in range(len(_OTHER) - 1) if seen else ():
+        yield {d: [other for other in _OTHER if other is not d][number] for d in seen}
+
+
+def let_look(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> None:
+    """Allow the other dtypes where code has looked at one, if it does the same with them."""
+    pairs = list(zip(traced.graph.nodes, theirs.nodes, strict=False))
+    counterpart = {b: a for a, b in pairs}
+    is_same = _compares(traced.graph, theirs)
+
+    def compare(ours: Any, theirs: Any) -> None:
+        nonlocal is_same
+        if isinstance(theirs, fx.Node):
+            is_same &= counterpart.get(theirs) is ours
+        elif _change(ours, theirs, cast) is None:
+            is_same &= repr(ours) == repr(theirs)
+
+    for a, b in pairs:
+        map_pairs(compare, (a.args, a.kwargs), (b.args, b.kwargs))
+    for check in _checks(traced.graph) if is_same else ():
+        check.target.known |= {cast[dtype] for dtype in check.target.known if dtype in cast}
+
+
 def cast_inputs(named: Mapping[str, Any], cast: Cast) -> Any:
     """Return inputs like the given ones in other dtypes."""
 
@@ -72,24 +109,66 @@ def cast_inputs(named: Mapping[str, Any], cast: Cast) -> Any:
 def link_dtypes(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> bool:
     """Have what differs follow the model; False if the graphs do not compare."""
     ours = traced.graph
-    pairs = list(zip(ours.nodes, theirs.nodes, strict=False))
-    if len(ours.nodes) != len(theirs.nodes) or any(
-        (a.op, function_name(a)) != (b.op, function_name(b)) for a, b in pairs
-    ):
+    if not _compares(ours, theirs):
         return False
-    for a, b in pairs:
+    followed = {source for *_, source in _changes(traced, theirs, cast)}
+    for a, b in list(zip(ours.nodes, theirs.nodes, strict=True)):
 
         def one(ours: Any, theirs: Any, node: fx.Node = a) -> Any:
-            for dtype, other in cast.items():
-                limit = _limit(ours, dtype)
-                if ours is dtype and theirs is other:
-                    return _following(traced, node, dtype, None)
-                if limit is not None and theirs == getattr(torch.finfo(other), limit):
-                    return _following(traced, node, dtype, limit)
-            return ours
+            found = _change(ours, theirs, cast)
+            return ours if found is None else _following(traced, node, *found)
 
         a.args, a.kwargs = map_pairs(one, a.args, b.args), map_pairs(one, a.kwargs, b.kwargs)
+    for check in _checks(ours):
+        if check.args[0] in followed:
+            ours.erase_node(check)
     return True
+
+
+def _changes(
+    traced: TracedGraph, theirs: fx.Graph, cast: Cast
+) -> list[tuple[torch.dtype, str | None, fx.Node | None]]:
+    """Return the dtypes that constants follow, and off which node each was read."""
+    found: list[tuple[torch.dtype, str | None, fx.Node | None]] = []
+    for a, b in zip(traced.graph.nodes, theirs.nodes, strict=True):
+
+        def one(ours: Any, theirs: Any, node: fx.Node = a) -> None:
+            change = _change(ours, theirs, cast)
+            if change is not None:
+                found.append((*change, traced.facts[node].dtypes_read.get(change[0])))
+
+        map_pairs(one, (a.args, a.kwargs), (b.args, b.kwargs))
+    return found
+
+
+def _compares(ours: fx.Graph, theirs: fx.Graph) -> bool:
+    """Say whether two graphs do the same, but for arguments."""
+    return len(ours.nodes) == len(theirs.nodes) and all(
+        (a.op, function_name(a)) == (b.op, function_name(b))
+        for a, b in zip(ours.nodes, theirs.nodes, strict=True)
+    )
+
+
+def _change(ours: Any, theirs: Any, cast: Cast) -> tuple[torch.dtype, str | None] | None:
+    """Return the dtype that a constant follows, and which limit of it the constant is."""
+    for dtype, other in cast.items():
+        limit = _limit(ours, dtype)
+        if ours is dtype and theirs is other:
+            return dtype, None
+        if limit is not None and theirs == getattr(torch.finfo(other), limit):
+            return dtype, limit
+    return None
+
+
+def drop_certain(traced: TracedGraph) -> None:
+    """Compare nothing that only a cast of the whole model can change."""
+    for check in _checks(traced.graph):
+        if keeps_parameter_dtype(traced.module, traced.facts, check.args[0]):
+            traced.graph.erase_node(check)
+
+
+def _checks(graph: fx.Graph) -> list[Any]:
+    return [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
 
 
 def _following(

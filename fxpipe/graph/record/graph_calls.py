@@ -28,6 +28,7 @@ from fxpipe.torch_inside import FakeTensor, function_modes, pytree
 __all__ = [
     "ACCESS",
     "Agreed",
+    "AgreedDtype",
     "AgreedGradient",
     "AgreedPart",
     "AgreedSizes",
@@ -329,6 +330,27 @@ class AgreedGradient(GraphCall):
                 f"  {self._place}: {self._place.source}\nis {expected}; it is "
                 f"{value.requires_grad} now\nrun it as it was traced (parameters frozen or not, "
                 "with or without no_grad), or keep this code inside a submodule that is not split"
+            )
+
+
+class AgreedDtype(GraphCall):
+    """A callable that compares the dtype of a value that code has looked at with what was traced.
+
+    `known` are the dtypes with which the code does the same.
+    """
+
+    def __init__(self, dtype: torch.dtype, place: Place) -> None:
+        super().__init__("agreed_dtype")
+        self.known, self._place = frozenset([dtype]), place
+
+    def __call__(self, value: torch.Tensor) -> None:
+        if value.dtype not in self.known:
+            known = " or ".join(sorted(map(str, self.known)))
+            raise TraceError(
+                f"the model looks at the dtype of a value, and was traced where the one in\n"
+                f"  {self._place}: {self._place.source}\nis {known}; it is {value.dtype} now\n"
+                "trace the model as it is run (under the same autocast, with inputs and parameters "
+                "of the same dtype), or keep this code inside a submodule that is not split"
             )
 
 

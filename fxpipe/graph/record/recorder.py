@@ -38,6 +38,7 @@ from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecid
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.graph_calls import (
     Agreed,
+    AgreedDtype,
     AgreedGradient,
     AgreedPart,
     AgreedSizes,
@@ -608,7 +609,11 @@ class Trace(TorchFunctionMode, Seer):
         if self._names.is_state(tensor):
             self._surroundings.dtype_read(tensor.dtype, None)
         elif self.tape.knows(tensor):
-            self._surroundings.dtype_read(tensor.dtype, self.tape.node_of(tensor))
+            node = self.tape.node_of(tensor)
+            self._surroundings.dtype_read(tensor.dtype, node)
+            if tensor.is_floating_point() and is_users(sys._getframe(2).f_code.co_filename):
+                check = AgreedDtype(tensor.dtype, user_frame())
+                self.tape.write("call_function", check, (node,), {})
 
     # -- splits
 

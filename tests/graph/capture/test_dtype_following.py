@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe import Pipe, pipe_split, pipeline
+from fxpipe import Pipe, TraceError, pipe_split, pipeline
 
 COMPUTE = torch.float32
 IDS = torch.arange(12).view(3, 4)
@@ -130,3 +130,36 @@ def test_the_model_keeps_its_dtypes() -> None:
     pipeline(model, (IDS,))
 
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+class Looks(nn.Module):
+    """Looks at the dtype of a value that autocast changes, and decides or only asserts."""
+
+    def __init__(self, decides: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.decides = nn.Linear(4, 4), nn.Linear(4, 4), decides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        half = x.dtype == torch.bfloat16
+        return self.last(x * 0.5 if half and self.decides else x)
+
+
+def test_what_code_looks_at_is_compared_when_autocast_changes_it() -> None:
+    # Traced without autocast and run with it, the branch of the trace was taken in silence.
+    pipe = pipeline(Looks(True), (torch.randn(2, 4),), num_stages=2)
+
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(TraceError, match=r"it is torch\.bfloat16 now"),
+    ):
+        pipe(torch.randn(2, 4))
+
+
+def test_looking_without_deciding_is_no_reason_to_refuse() -> None:
+    model = Looks(False)
+    pipe = pipeline(model, (torch.randn(2, 4),), num_stages=2)
+    x = torch.randn(2, 4)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(pipe(x), model(x))

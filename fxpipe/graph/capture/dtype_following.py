@@ -50,6 +50,11 @@ _OTHER = {
     torch.bfloat16: torch.float16,
     torch.float16: torch.bfloat16,
 }
+# What models are cast to, and autocast casts to.
+_LOOKED_AT = [
+    {one: torch.bfloat16 if one is not torch.bfloat16 else torch.float32 for one in _OTHER},
+    {one: torch.float16 if one is not torch.float16 else torch.float32 for one in _OTHER},
+]
 
 
 def dtypes_to_follow(traced: TracedGraph) -> Cast:
@@ -71,8 +76,8 @@ def dtypes_looked_at(traced: TracedGraph, theirs: fx.Graph | None, cast: Cast) -
         followed = {source for *_, source in _changes(traced, theirs, cast)}
         checks = [check for check in checks if check.args[0] not in followed]
     seen = {dtype for check in checks for dtype in check.target.known} & _OTHER.keys()
-    for number in range(len(_OTHER) - 1) if seen else ():
-        yield {d: [other for other in _OTHER if other is not d][number] for d in seen}
+    for others in _LOOKED_AT if seen else ():
+        yield {dtype: others[dtype] for dtype in seen}
 
 
 def let_look(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> None:

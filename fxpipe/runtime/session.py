@@ -36,7 +36,7 @@ from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
-from fxpipe.runtime.wire.failure import Deadline, described, raise_problems
+from fxpipe.runtime.wire.failure import Deadline, described, note, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
     LocalChannels,
@@ -140,7 +140,10 @@ class Session:
             except TransportError as error:
                 raise control.lost(error) from error
             except BaseException as error:
-                self._tell_replicas(call, "{}: {}".format(*described(error)))
+                try:
+                    self._tell_replicas(call, "{}: {}".format(*described(error)))
+                except Exception as other:
+                    note(error, "replicas were not told: {}: {}".format(*described(other)))
                 raise
             self.plan = self._running = plan
             outcome = self._run(control, plan, call, chunks, records)

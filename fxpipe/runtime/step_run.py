@@ -115,21 +115,32 @@ class StepRun:
             if self._needs_whole(scale):
                 self._confirm(self._attempt(lambda: self._make_whole(scale)))
         except BaseException as error:
-            self._replicas.end(succeeded=False)
+            self._despite(error, lambda: self._replicas.end(succeeded=False))
             self._undo(error)
+            self._despite(error, self._reshard)
             raise
         else:
             self._replicas.end(succeeded=True)
             self._commit(scale)
+            self._reshard()
         finally:
-            for runner in self.plan.runners.values():
-                # A forward leaves a root module unsharded; parameters() should not.
-                runner.sync.reshard()
             for executor in self.plan.executors:
                 executor.clear()
             for transport in self.transports.values():
                 transport.abandon()
         return outcome[0]
+
+    def _reshard(self) -> None:
+        """A forward leaves a root module unsharded; parameters() should not."""
+        for runner in self.plan.runners.values():
+            runner.sync.reshard()
+
+    def _despite(self, error: BaseException, work: Callable[[], None]) -> None:
+        """Clean up after an error, also where that fails: collectives of a lost replica may."""
+        try:
+            work()
+        except Exception as other:
+            note(error, "cleaning up failed, too: {}: {}".format(*described(other)))
 
     # Gradients and buffers as they were
 

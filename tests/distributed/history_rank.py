@@ -530,6 +530,9 @@ def play(world_rank: int, history: History) -> list[Record] | None:
         group = dist.new_group(list(history.ranks), sort_ranks=False)
     store = dist.distributed_c10d._get_default_store()
     if world_rank not in history.ranks:
+        for call in history.calls:
+            if call.name == "save":  # which all processes do together
+                _save([])
         deaths = sum(c.event is not None and "kill" in c.event.kind for c in history.calls)
         with contextlib.suppress(RuntimeError):
             while store.add("done", 0) < len(history.ranks) - deaths:  # it may be this rank's store

@@ -22,7 +22,8 @@ def send_meets_send(rank: int) -> tuple[bool, bool]:
         group.abort()
         works[1].wait()  # returns, and says nothing
         return done, bool(received.isnan().all())
-    works[1].wait()
+    for work in works:  # a rank that left before its message was taken would leave its peer waiting
+        work.wait()
     return works[1].is_completed(), received.tolist() == [1.0 - rank] * 3
 
 

@@ -61,12 +61,17 @@ def control_of(group: dist.ProcessGroup, deadline: Deadline) -> GroupControl:
     """The control of a process group, made at the first call and again once it is broken.
 
     Raises:
-        RemoteStageError: a rank does not come before the deadline.
+        RemoteStageError: a rank does not come before the deadline, or can never come again.
     """
     found = _CONTROLS.get(group)
     if found is not None:
         with contextlib.suppress(RuntimeError):
             found.board.look()  # another rank may have given it up after this one's latest call
+        ended = found.life.ended() if found.board.is_over else []
+        if ended:  # nobody takes its place in a process group: to wait for it would be in vain
+            rank, why = ended[0]
+            more = "the process group cannot be used again: start the job anew"
+            raise remote_error(Failure(rank, "ConnectionError", why, "lost"), more)
     if found is None or found.board.is_over:
         found = _CONTROLS[group] = GroupControl(group, deadline)
     return found

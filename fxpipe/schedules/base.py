@@ -33,6 +33,7 @@ from fxpipe.runtime.session import Session
 from fxpipe.runtime.share import share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
+from fxpipe.schedules.overrides import FIXED, check_overrides
 from fxpipe.stage import PipelineStage
 
 __all__ = ["Schedule"]
@@ -87,6 +88,8 @@ class Schedule:
         tied: Iterable[Iterable[tuple[int, str]]] = (),
     ) -> None:
         self._stages = stage_list(stages)
+        for one in (self, *self._stages):
+            check_overrides(type(one))
         self._n_microbatches = self.n_microbatches = count_microbatches(n_microbatches)
         self._num_stages = self._stages[0].num_stages
         self._hooks = Hooks({}, {}, {})
@@ -114,6 +117,14 @@ class Schedule:
         self.loss: torch.Tensor | None = None
         self.aux_loss: torch.Tensor | None = None
         self._timeline: Timeline | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIXED and "_timeline" in vars(self):
+            raise ScheduleError(
+                f"{name} of a schedule is fixed when it is made, since its plans rest on it: "
+                f"make a new {type(self).__name__}"
+            )
+        super().__setattr__(name, value)
 
     def _has_program(self) -> bool:
         """Whether the program can be made now; a class of the user's own may name it later."""

@@ -48,6 +48,15 @@ class PipelineScheduleSingle(Schedule):
         self._stage = self._stages[0]
 
 
+class _Filled(dict[int, Sequence[Any]]):
+    """An order of which the program has been made."""
+
+    def __setitem__(self, rank: int, actions: Sequence[Any]) -> None:
+        raise ScheduleError(
+            "the program has been made from pipeline_order: to change it, set the whole dict"
+        )
+
+
 class PipelineScheduleMulti(Schedule):
     """Schedules with several stages per rank; see `Schedule` for the arguments.
 
@@ -57,7 +66,7 @@ class PipelineScheduleMulti(Schedule):
     `use_full_backward` and `backward_requires_autograd` mean nothing here.
     """
 
-    _order: Mapping[int, Sequence[Any]] | None = None
+    _order: dict[int, Sequence[Any]] | None = None
 
     def __init__(
         self,
@@ -82,14 +91,20 @@ class PipelineScheduleMulti(Schedule):
 
     @property
     def pipeline_order(self) -> dict[int, list[_Action | None]]:
-        """What was set, or the program in torch's words."""
+        """What was set, or the program in torch's words.
+
+        A class of your own may also fill the dict rank by rank, until its program is made.
+        """
+        if self._order is None and not self.schedule_name:
+            self._order = {}
         if self._order is None:
             return super().pipeline_order
-        return dict(self._order)  # type: ignore[arg-type]
+        # Nobody fills in what would have no effect.
+        return self._order if self._program is None else _Filled(self._order)  # type: ignore[return-value]
 
     @pipeline_order.setter
     def pipeline_order(self, order: Mapping[int, Sequence[Any]]) -> None:
-        self._order, self._program, self._made_session = order, None, None
+        self._order, self._program, self._made_session = dict(order), None, None
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[_Action | None]]:
@@ -155,10 +170,10 @@ class PipelineScheduleMulti(Schedule):
         """Nothing: the backward of the last stage has its loss."""
 
     def _has_program(self) -> bool:
-        return bool(self.schedule_name) or self._order is not None
+        return bool(self.schedule_name or self._order)
 
     def _make_program(self, num_ranks: int) -> Program:
-        if self._order is None:
+        if not self._order:
             return super()._make_program(num_ranks)
         program = program_of_order(self._order, name=type(self).__name__)
         wanted = (num_ranks, self._num_stages, self.n_microbatches)

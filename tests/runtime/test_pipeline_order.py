@@ -23,12 +23,27 @@ class SetBefore(PipelineScheduleMulti):
         super().__init__(stages, n_microbatches, **options)
 
 
+class Filled(PipelineScheduleMulti):
+    """As torch's own classes do it; the dict is there."""
+
+    def __init__(self, stages, n_microbatches, **options):
+        super().__init__(stages, n_microbatches, **options)
+        for rank, row in ORDER.items():
+            self.pipeline_order[rank] = row
+
+
+class Emptied(Filled):
+    def __init__(self, stages, n_microbatches, **options):
+        self.pipeline_order = {}
+        super().__init__(stages, n_microbatches, **options)
+
+
 def stages(modules):
     group = LocalGroup(2)
     return [PipelineStage(m.double(), i, 2, "cpu", group=group) for i, m in enumerate(modules)]
 
 
-@pytest.mark.parametrize("kind", [SetAfter, SetBefore])
+@pytest.mark.parametrize("kind", [SetAfter, SetBefore, Filled, Emptied])
 def test_own_order_trains_like_the_plain_model(kind):
     modules = [Block(), Block()]
     schedule = kind(stages(modules), 3, loss_fn=mse)
@@ -44,6 +59,8 @@ def test_own_order_trains_like_the_plain_model(kind):
     assert schedule.program.ranks == gpipe(2, 2, 3).ranks
     for ours, plain in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, plain)
+    with pytest.raises(ScheduleError, match="to change it, set the whole dict"):
+        schedule.pipeline_order[0] = []
 
 
 def test_an_order_for_other_numbers_is_refused():

@@ -10,6 +10,7 @@ Getters are `attrgetter`s where a step calls them often: they cost no Python fra
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -302,11 +303,16 @@ def default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def gather_options() -> Any:
-    """Return the options of an all-gather."""
+def gather_options(timeout: datetime.timedelta) -> Any:
+    """Return the options of an all-gather that ends after a time.
+
+    Who frees a gloo group waits for all its collectives, also for those that were given up.
+    """
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.timeout = timeout
+    return options
 
 
 def backend_object(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -12,7 +12,6 @@ replica cast its last one. (Replicas are expected to have the same timeout, give
 
 from __future__ import annotations
 
-import datetime
 import time
 import weakref
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import RemoteStageError
 from fxpipe.runtime.control.board import Board
-from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store, until
+from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store
 from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.torch_inside import gather_options
 
@@ -50,7 +49,7 @@ def ballot_of(group: dist.ProcessGroup, deadline: Deadline) -> Ballot:
         board = Board(own_store(), prefix, group.rank(), group.size())
         try:
             BALLOTS[group] = Ballot(connect_gloo(board, deadline), board)
-        except RemoteStageError as error:
+        except RuntimeError as error:  # of ours, of gloo or of the store
             raise SilentReplicaError(
                 f"a data-parallel replica of this stage did not answer: {error}"
             ) from error
@@ -106,12 +105,11 @@ class Ballot:
     def _say(self, message: str, deadline: Deadline) -> tuple[Any, list[torch.Tensor]]:
         mine = _written(message)
         said = [torch.zeros_like(mine) for _ in range(self._board.size)]
-        return self._gloo.allgather([said], [mine], until(deadline, gather_options())), said
+        return self._gloo.allgather([said], [mine], gather_options(deadline.timeout)), said
 
     def _wait(self, work: Any, deadline: Deadline) -> None:
-        left = deadline.left()
         try:
-            work.wait(datetime.timedelta(seconds=max(left, 0.01)))
+            work.wait(deadline.timeout)
         except RuntimeError as error:
             why = f": {str(error).splitlines()[0]}"
             if deadline.left() < 0.1:  # gloo words it in several ways; the clock does not
@@ -130,7 +128,8 @@ class Ballot:
 
 
 def _maximum(deadline: Deadline) -> Any:
-    options = until(deadline, dist.AllreduceOptions())
+    options: Any = dist.AllreduceOptions()
+    options.timeout = deadline.timeout
     options.reduceOp = dist.ReduceOp.MAX
     return options
 

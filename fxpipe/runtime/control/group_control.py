@@ -34,7 +34,7 @@ from fxpipe.errors import FxpipeError, InputError, RemoteStageError
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.control.board import HOLDER, Board, idle
 from fxpipe.runtime.control.control import CALLS, Control
-from fxpipe.runtime.control.meeting import meet, name_of, own_store, until
+from fxpipe.runtime.control.meeting import meet, name_of, own_store
 from fxpipe.runtime.control.watch import GRACE, POLL, Life, Watch
 from fxpipe.runtime.wire.communicators import backend_of, own_communicators, streams_of
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
@@ -260,7 +260,7 @@ class GroupControl(Control):
 
     def _over_group(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._gloo.allgather([parts], [mine], until(self._deadline, gather_options()))
+        work = self._gloo.allgather([parts], [mine], gather_options(self._deadline.timeout))
         while True:
             try:
                 work.wait(datetime.timedelta(seconds=min(0.2, max(self._deadline.left(), 0.01))))

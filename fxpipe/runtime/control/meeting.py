@@ -11,7 +11,6 @@ and everything said later stands under the token of rank 0.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import socket
@@ -30,7 +29,7 @@ from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_err
 from fxpipe.runtime.wire.sockets import Listener
 from fxpipe.torch_inside import default_store
 
-__all__ = ["Met", "connect_gloo", "meet", "name_of", "own_store", "until"]
+__all__ = ["Met", "connect_gloo", "meet", "name_of", "own_store"]
 
 _DESCRIPTORS = 64  # that must be free for meeting; less for few ranks
 _STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
@@ -67,15 +66,6 @@ def name_of(group: dist.ProcessGroup) -> str:
         return str(group.group_name)
     except (RuntimeError, AttributeError):  # of a backend written in Python
         return "-".join(map(str, dist.get_process_group_ranks(group)))
-
-
-def until(deadline: Deadline, options: Any) -> Any:
-    """The options of a collective, with the deadline as its end.
-
-    Who frees a gloo group waits for all its collectives, also for those that were given up.
-    """
-    options.timeout = datetime.timedelta(seconds=max(deadline.left(), 0.01))
-    return options
 
 
 def meet(board: Board, deadline: Deadline) -> Met:
@@ -181,7 +171,7 @@ def connect_gloo(board: Board, deadline: Deadline) -> Any:
 
 
 def _make_group(board: Board, deadline: Deadline) -> Any:
-    left = datetime.timedelta(seconds=max(deadline.left(), 0.01))
+    left = deadline.timeout
     prefix, rank, size = board.key("gloo"), board.rank, board.size
 
     def make(store: Any) -> Any:

@@ -13,7 +13,6 @@ have begun, and would be taken for those of the next step.
 
 from __future__ import annotations
 
-import datetime
 import weakref
 from collections.abc import MutableMapping, Sequence
 
@@ -117,7 +116,7 @@ class Replicas:
         """Wait for a collective of the replicas, at most until the step's deadline."""
         assert work is not None
         try:
-            work.wait(datetime.timedelta(seconds=max(self._deadline.left(), 0.01)))
+            work.wait(self._deadline.timeout)
         except RuntimeError as error:
             _leave(group, f"a data-parallel replica of this stage did not answer: {error}")
             raise RemoteStageError(_SILENT[group]) from error

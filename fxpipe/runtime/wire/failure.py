@@ -7,6 +7,7 @@ the transfers they owe, raise, and can make the next call. Any other kind is fin
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,11 @@ class Deadline:
 
     def left(self) -> float:
         return max(0.0, self._end - time.monotonic())
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        """What is left, for torch, which takes no time for no limit."""
+        return datetime.timedelta(seconds=max(self.left(), 0.01))
 
 
 @dataclass(frozen=True, slots=True)

@@ -223,7 +223,7 @@ class GroupTransport:
     def complete(self, work: dist.Work, peer: int) -> None:
         left = self._deadline.left()
         try:
-            work.wait(datetime.timedelta(seconds=max(left, 0.01)))
+            work.wait(self._deadline.timeout)
         except RuntimeError as error:
             # Backends word it differently; the clock does not.
             timed_out = left > 0 and self._deadline.left() == 0.0

@@ -15,7 +15,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.logs import configure_from_environment
-from fxpipe.program.generators.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from fxpipe.errors import (
@@ -100,7 +99,9 @@ _HOMES = {
     "planner.search.profile": "profile",
     "runtime.wire.local_group": "LocalGroup",
     "schedules": "PipelineScheduleMulti PipelineScheduleSingle ScheduleFromProgram "
-    "get_schedule_class " + " ".join(f"Schedule{i.name}" for i in SCHEDULES.values() if i.trains),
+    "get_schedule_class Schedule1F1B ScheduleDualPipeV ScheduleDualPipeVDown ScheduleGPipe "
+    "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS ScheduleVHalf "
+    "ScheduleVMin ScheduleWave ScheduleZBH1 ScheduleZBH2 ScheduleZBVZeroBubble",
     "stage": "PipelineStage PipelineStageInfo build_stage",
     "training.generate": "generate",
     "training.pipeline": "Pipeline ProgressBar causal_lm_loss",
@@ -191,4 +192,3 @@ __all__ = [
     "save_weights",
     "split_args_kwargs_into_chunks",
 ]
-__all__ += [name for name in _HOME_OF if name not in __all__]

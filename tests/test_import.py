@@ -13,10 +13,14 @@ def run_code(code: str) -> str:
     return done.stdout
 
 
-def test_import_loads_neither_torch_nor_sympy():
-    code = "import fxpipe, sys; print({'torch', 'sympy', 'typer', 'rich'} & set(sys.modules))"
+def test_import_loads_neither_torch_nor_the_rest_of_fxpipe():
+    code = (
+        "import fxpipe, sys\n"
+        "print({'torch', 'sympy', 'typer', 'rich', 'importlib.metadata'} & set(sys.modules))\n"
+        "print(sorted(name for name in sys.modules if name.startswith('fxpipe')))"
+    )
 
-    assert run_code(code) == "set()\n"
+    assert run_code(code) == "set()\n['fxpipe', 'fxpipe.errors', 'fxpipe.logs']\n"
 
 
 def test_programs_and_their_timelines_need_no_torch():

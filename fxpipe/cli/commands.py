@@ -6,7 +6,6 @@ the command line. An error that fxpipe did not foresee keeps its traceback.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -72,6 +71,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata
+
         versions = (f"{name} {importlib.metadata.version(name)}" for name in ("fxpipe", "torch"))
         typer.echo(", ".join(versions))
         raise typer.Exit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -87,6 +85,9 @@ def _check_rank() -> None:
 
 
 def _versions() -> Iterator[Check]:
+    import importlib.metadata
+    import platform
+
     yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield Check("system", "ok", platform.platform())
     for name in ("fxpipe", "torch", "sympy"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,6 +206,8 @@ def _warn_of_dropout(trainer: Trainer) -> None:
 
 def _seconds(reports: list[StepReport]) -> float:
     """The median time of a step; the first one also prepares the others."""
+    import statistics
+
     return statistics.median(report.seconds for report in reports[1:] or reports)
 
 

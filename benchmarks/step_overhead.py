@@ -2,12 +2,16 @@
 
     python -m benchmarks.step_overhead            # tiny model: the cost of running actions
     python -m benchmarks.step_overhead --heavy    # compute-bound model
+    python -m benchmarks.step_overhead --alone    # one rank that has every stage
+    python -m benchmarks.step_overhead --first    # the schedule and its first step
 
 Both packages run the same modules under the same schedule in the same processes, in
 turns, so that whatever else the machine does hits both. Only ratios mean anything.
+(`--first` starts new processes for each package: what one imports the other would find.)
 """
 
 import argparse
+import importlib
 import os
 import statistics
 import time
@@ -46,7 +50,9 @@ def mse(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).pow(2).mean()
 
 
-def stages_of(schedule: str, rank: int) -> tuple[list[int], int]:
+def stages_of(schedule: str, rank: int, *, is_alone: bool) -> tuple[list[int], int]:
+    if is_alone:
+        return ([0], 1) if schedule in ("GPipe", "1F1B") else ([0, 1], 2)
     if schedule in ("GPipe", "1F1B"):
         return [rank], 2
     if schedule in ("ZBVZeroBubble", "DualPipeV"):
@@ -56,7 +62,7 @@ def stages_of(schedule: str, rank: int) -> tuple[list[int], int]:
 
 def make(package: Any, schedule: str, rank: int, options: argparse.Namespace) -> Any:
     """A function that runs one step with `package`."""
-    indices, num_stages = stages_of(schedule, rank)
+    indices, num_stages = stages_of(schedule, rank, is_alone=options.alone)
     torch.manual_seed(0)
     modules = [Block(options.width, options.layers) for _ in range(num_stages)]
     stages = [
@@ -90,8 +96,44 @@ def measure(step: Any, options: argparse.Namespace) -> float:
     return took / options.steps
 
 
+def first(rank: int, port: int, package: str, answers: Any, options: argparse.Namespace) -> None:
+    """Seconds and megabytes from the import of `package` to the end of its first step."""
+    join(rank, port, num_ranks=1 if options.alone else 2)
+    dist.barrier()
+    begin, memory = time.perf_counter(), resident()
+    imported = importlib.import_module(package)
+    importlib.import_module(f"{package}.schedules")
+    ready = time.perf_counter()
+    make(imported, options.schedules[0], rank, options)()
+    if rank == 0:
+        end = time.perf_counter()
+        answers.put((ready - begin, end - ready, resident() - memory))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def resident() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def compare_first(options: argparse.Namespace) -> None:
+    packages = {"torch": "torch.distributed.pipelining", "fxpipe": "fxpipe"}
+    print(f"{options.schedules[0]:24} {'import s':>9} {'first step s':>13} {'MB':>6}")
+    for name, package in packages.items():
+        answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+        found = []
+        for _ in range(options.rounds):
+            nprocs = 1 if options.alone else 2
+            work = (free_port(), package, answers, options)
+            torch.multiprocessing.spawn(first, work, nprocs=nprocs)
+            found.append(answers.get())
+        ready, step, memory = (statistics.median(column) for column in zip(*found, strict=True))
+        print(f"{name:24} {ready:9.2f} {step:13.2f} {memory:6.0f}", flush=True)
+
+
 def run(rank: int, port: int, options: argparse.Namespace) -> None:
-    join(rank, port)
+    join(rank, port, num_ranks=1 if options.alone else 2)
     from torch.distributed import pipelining as peer
 
     import fxpipe
@@ -129,9 +171,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument("--alone", action="store_true", help="one rank that has every stage")
+    parser.add_argument("--first", action="store_true", help="the first step in new processes")
     options = parser.parse_args()
     options.width, options.layers, options.rows = (512, 4, 64) if options.heavy else (16, 1, 2)
-    torch.multiprocessing.spawn(run, (free_port(), options), nprocs=2)
+    if options.first:
+        compare_first(options)
+    else:
+        nprocs = 1 if options.alone else 2
+        torch.multiprocessing.spawn(run, (free_port(), options), nprocs=nprocs)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -405,8 +405,8 @@ class StepRun:
             loss = torch.as_tensor(total / weight)
             self._weight = float(weight) if weight.device.type == "cpu" else weight
         elif terms:
-            parts = [t.total.detach() * step.weights[m] for m, t in enumerate(terms)]
-            loss = torch.stack(parts).sum()
+            totals = torch.stack([term.total.detach() for term in terms])
+            loss = _weighted(totals, step.weights)
         aux = [value * step.weights[m] for m, value in step.aux]
         output = None
         if step.keeps_outputs:
@@ -420,6 +420,13 @@ class StepRun:
             torch.stack(aux).sum() if aux else None,
             spans if self.records_spans else None,
         )
+
+
+def _weighted(totals: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Their weighted sum, with one product where all weights are equal."""
+    if len(set(weights)) == 1:
+        return totals.mul(weights[0]).sum()
+    return torch.stack([one * weight for one, weight in zip(totals, weights, strict=True)]).sum()
 
 
 def _bits(value: float) -> int:

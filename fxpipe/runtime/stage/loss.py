@@ -70,8 +70,9 @@ def own_leaves(total: torch.Tensor, output: Any) -> list[torch.Tensor]:
 
     For example the parameters of a loss that is a module, or a target that requires a gradient.
     """
-    seen: set[Any] = {None}
-    seen |= {t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)}
+    outputs = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+    seen: set[Any] = {t.grad_fn for t in outputs if isinstance(t, torch.Tensor)}
+    seen.add(None)
     found: dict[int, torch.Tensor] = {}
     waiting = [total.grad_fn]
     while waiting:
@@ -79,8 +80,9 @@ def own_leaves(total: torch.Tensor, output: Any) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)
+        following = node.next_functions  # type: ignore[union-attr]
+        waiting += [other for other, _ in following]
+        leaf = None if following else getattr(node, "variable", None)
         if leaf is not None:
             found[id(leaf)] = leaf
-        waiting += [following for following, _ in node.next_functions]  # type: ignore[union-attr]
     return list(found.values())

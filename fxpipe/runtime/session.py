@@ -199,15 +199,16 @@ class Session:
             unshard_lookahead=self.options.lookahead(self.program.num_ranks),
         )
         replicas = Replicas(list(syncs.values()), self.options.timeout, reduces=call.finalizes)
-        try:
-            replicas.begin({})
-            for actions in lowered.ranks:
-                do_collectives(actions, syncs)
-            replicas.give_up(message)
-        finally:
-            replicas.end(succeeded=False)
-            for sync in syncs.values():
-                sync.reshard()
+        with replicas.limited():
+            try:
+                replicas.begin({})
+                for actions in lowered.ranks:
+                    do_collectives(actions, syncs)
+                replicas.give_up(message)
+            finally:
+                replicas.end(succeeded=False)
+                for sync in syncs.values():
+                    sync.reshard()
 
     def _agree(self, call: Call, control: Control) -> tuple[StepPlan, Call, Chunks, bool]:
         """The plan for this call, the same on all ranks, and the inputs split for it."""

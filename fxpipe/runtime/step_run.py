@@ -107,6 +107,10 @@ class StepRun:
         )
 
     def run(self) -> Outcome:
+        with self._replicas.limited():
+            return self._run()
+
+    def _run(self) -> Outcome:
         outcome: list[Outcome] = []
         try:
             with torch.set_grad_enabled(self.trains):
@@ -247,9 +251,10 @@ class StepRun:
             return self._drained(remote_error(failure))
         except TransportError as error:
             raise self._lost(error) from error
-        except BaseException as error:
-            self._describe(error)
-            return self._drained(error)
+        except BaseException as raised:
+            meant = self._replicas.explained(raised)
+            self._describe(meant)
+            return self._drained(meant)
         return None
 
     def _attempt(self, work: Callable[[], None]) -> BaseException | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import datetime
 import gc
 import time
 from unittest import mock
@@ -229,12 +228,20 @@ def votes(rank: int, wrapper: str) -> int:
     made.step(rand(8, 8), target=rand(8, 8))
     with mock.patch.object(replicas, "ballot_of", wraps=replicas.ballot_of) as asked:
         made.step(rand(8, 8), target=rand(8, 8))
-    if wrapper == "ddp":
-        with pytest.raises((InputError, RemoteStageError), match="must be the same on all of them"):
-            made.step(rand(8, 8), target=rand(8, 8), finalize_gradients=replica == 0)
-        # The reductions of one replica would be taken for those of the next step.
-        with pytest.raises(RemoteStageError, match="in an earlier step; make the groups anew"):
-            made.step(rand(8, 8), target=rand(8, 8))
+    # With sharded stages one waits for the reduction and one for the vote, until the deadline.
+    words = (
+        "must be the same on all of them" if wrapper == "ddp" else "did not answer|no answer from"
+    )
+    made = ScheduleInterleaved1F1B(
+        stages, 4, loss_fn=mse, max_unsharded=1, timeout=60.0 if wrapper == "ddp" else 3.0
+    )
+    start = time.monotonic()
+    with pytest.raises((InputError, RemoteStageError), match=words):
+        made.step(rand(8, 8), target=rand(8, 8), finalize_gradients=replica == 0)
+    assert time.monotonic() - start < 30.0  # the groups' own limit is 150
+    # The reductions of one replica would be taken for those of the next step.
+    with pytest.raises(RemoteStageError, match=r"make (the groups anew|a new)"):
+        made.step(rand(8, 8), target=rand(8, 8))
     return asked.call_count
 
 
@@ -244,24 +251,28 @@ def test_replicas_exchange_once_per_step_and_notice_that_they_differ(wrapper: st
     assert run_on_ranks(4, votes, wrapper) == [1] * 4
 
 
-def late_replica(rank: int) -> None:
-    # What is never answered keeps the group, and with it this process, until its own time-out.
-    world = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=5))
+def late_replica(rank: int, wrapper: str, call: str) -> None:
+    world = dist.new_group([0, 1])
     alone = [dist.new_group([0]), dist.new_group([1])]
-    wrapped = wrap(blocks(1)[0], "ddp", world)
+    wrapped = wrap(blocks(1)[0], wrapper, world)
     stage = PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])
     made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=1.0)
     made.step(rand(8, 8), target=rand(8, 8))
     if rank == 1:
         time.sleep(3.0)  # what the other has sent before it gave up would be enough for a step
+    start = time.monotonic()
     with pytest.raises(RemoteStageError, match="did not answer"):
-        made.step(rand(8, 8), target=rand(8, 8))
-    with pytest.raises(RemoteStageError, match=r"did not answer.* in an earlier step"):
+        getattr(made, call)(rand(8, 8), target=rand(8, 8))
+    assert time.monotonic() - start < 30.0  # the group's own limit is 150
+    with pytest.raises(RemoteStageError, match=r"did not answer[^$]*make (the groups anew|a new)"):
         made.step(rand(8, 8), target=rand(8, 8))
 
 
-def test_a_replica_that_is_late_is_not_waited_for_longer_than_the_timeout() -> None:
-    run_on_ranks(2, late_replica)
+@pytest.mark.parametrize("wrapper, call", [("ddp", "step"), ("fsdp", "step"), ("fsdp", "eval")])
+def test_a_replica_that_is_late_is_not_waited_for_longer_than_the_timeout(
+    wrapper: str, call: str
+) -> None:
+    run_on_ranks(2, late_replica, wrapper, call)
 
 
 def freed_after_silence(rank: int) -> float:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fxpipe.runtime.parameters.lost_groups import collective_of
 from fxpipe.runtime.wire.communicators import backend_of
 
 __all__ = ["DdpSync", "Wait"]
@@ -172,7 +173,8 @@ def _broadcast_buffers(module: DistributedDataParallel, group: dist.ProcessGroup
     first = dist.get_global_rank(group, 0)
     for bucket in _buckets(buffers):
         flat = torch.cat([buffer.reshape(-1) for buffer in bucket])
-        dist.broadcast(flat, first, group=group)
+        with collective_of([group]):
+            dist.broadcast(flat, first, group=group)
         if group.rank() == 0:
             continue
         parts = torch.split_with_sizes(flat, [buffer.numel() for buffer in bucket])

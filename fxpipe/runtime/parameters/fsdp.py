@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.runtime.parameters.ddp import Wait
+from fxpipe.runtime.parameters.lost_groups import collective_of
 from fxpipe.torch_inside import (
     finish_sharded_backward,
     has_run_sharded,
@@ -73,8 +74,9 @@ class FsdpSync:
                 self._gathering.append(module.unshard(async_op=True))
 
     def ready(self) -> None:
-        while self._gathering:
-            self._gathering.pop().wait()
+        with collective_of(self.groups):
+            while self._gathering:
+                self._gathering.pop().wait()
 
     def reshard(self) -> None:
         self.ready()  # what is still on its way would be taken for the next step's
@@ -91,8 +93,9 @@ class FsdpSync:
             self._used[i] = total is not None
             put_gathered_gradient(one, total)
         self._set(is_last=True)
-        for root in self._roots:
-            for module in reversed(_fsdp_modules(root)):
+        modules = [module for root in self._roots for module in reversed(_fsdp_modules(root))]
+        with collective_of(self.groups):
+            for module in modules:
                 for group in reversed(shard_groups(module)):
                     group.post_backward()
 
@@ -107,9 +110,10 @@ class FsdpSync:
         return self._used or [False] * len(self._held())
 
     def finish(self, used: Sequence[bool], wait: Wait) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(True)
-            finish_sharded_backward(root)  # waits for reductions; on a device, without the host
+        with collective_of(self.groups):
+            for root in self._roots:
+                root.set_is_last_backward(True)
+                finish_sharded_backward(root)  # waits for reductions; on a device, without the host
         if self._has_reduced:
             for one, is_used in zip(self._held(), used, strict=True):
                 if not is_used and one in self._bare:

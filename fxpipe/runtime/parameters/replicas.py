@@ -8,29 +8,35 @@ parameters any of them has used. If one has failed, all raise; the words follow 
 
 Votes have groups of their own. A replica that does not vote in time is an error for good: nobody
 knows which vote it would answer later. So are replicas of which only some reduce: the reductions
-have begun, and would be taken for those of the next step.
+have begun, and would be taken for those of the next step. Whatever waits for a replica, here or in
+the library that wraps a stage, is woken when the step's time is over (see `lost_groups`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import MutableMapping, Sequence
+import contextlib
+from collections.abc import Iterator, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import InputError, RemoteStageError
 from fxpipe.runtime.control.ballot import Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.parameters.lost_groups import (
+    Limit,
+    check_groups,
+    collective_of,
+    explained,
+    is_lost,
+    leave,
+)
 from fxpipe.runtime.parameters.sync import GradSync
-from fxpipe.runtime.wire.communicators import backend_of
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.runtime.wire.transport import close_connections
 
 __all__ = ["Replicas"]
 
 _HEADER = 3  # flags before those of parameters: failed, reduces, does not reduce
-
-_SILENT: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_GRACE = 2.0  # seconds for collectives that all replicas have begun
 
 
 class UnequalReplicasError(InputError):
@@ -47,6 +53,20 @@ class Replicas:
         self._has_voted = False
         groups = {id(group): group for sync in syncs for group in sync.groups if group.size() > 1}
         self._groups = list(groups.values())
+        self._limit = Limit(self._groups)
+
+    @contextlib.contextmanager
+    def limited(self) -> Iterator[None]:
+        """Around everything that may wait for a replica."""
+        if self._reduces or any(sync.is_sharded for sync in self._syncs):
+            # A little sooner than the pipeline, whose other ranks only see that this one waits.
+            seconds = 0.9 * self._deadline.left()
+            why = f"a data-parallel replica of this stage did not answer within {seconds:.2g} s"
+            self._limit.set(seconds, why)
+        try:
+            yield
+        finally:
+            self._limit.clear()
 
     def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
         """Begin the step, if it has not begun; see `GradSync.begin`.
@@ -56,9 +76,7 @@ class Replicas:
         """
         if self._begun:
             return
-        for group in self._groups:
-            if group in _SILENT:
-                raise RemoteStageError(f"{_SILENT[group]} in an earlier step; make the groups anew")
+        check_groups(self._groups)
         self._begun = True
         for sync in self._syncs:
             sync.begin(earlier, reduces=self._reduces)
@@ -83,8 +101,9 @@ class Replicas:
             try:
                 used = self._vote(group, ballot_of(group, self._deadline), used)
             except (SilentReplicaError, UnequalReplicasError) as error:
-                _leave(group, str(error))
+                leave(group, str(error))
                 raise
+        self._limit.set(max(self._deadline.left(), _GRACE), "the results of replicas did not come")
         for sync, flags in zip(self._syncs, used, strict=True):
             sync.finish(flags, self._wait)
 
@@ -113,13 +132,14 @@ class Replicas:
         ]
 
     def _wait(self, work: dist.Work | None, group: dist.ProcessGroup) -> None:
-        """Wait for a collective of the replicas, at most until the step's deadline."""
+        """Wait for a collective of the replicas."""
         assert work is not None
-        try:
-            work.wait(self._deadline.timeout)
-        except RuntimeError as error:
-            _leave(group, f"a data-parallel replica of this stage did not answer: {error}")
-            raise RemoteStageError(_SILENT[group]) from error
+        with collective_of([group]):
+            work.wait()
+
+    def explained(self, error: BaseException) -> BaseException:
+        """What an error in a stage means, where a sharded stage waits for its replicas itself."""
+        return explained(error, [g for s in self._syncs if s.is_sharded for g in s.groups])
 
     def give_up(self, message: str) -> None:
         """This replica has failed: vote so, unless it has voted, and do not wait."""
@@ -127,7 +147,7 @@ class Replicas:
             return
         self._has_voted = True
         for group in self._groups:
-            if group in _SILENT:
+            if is_lost(group):
                 continue
             flags = [s.used() for s in self._syncs if any(g is group for g in s.groups)]
             failed = [True] + [False] * (_HEADER - 1 + sum(map(len, flags)))
@@ -135,14 +155,4 @@ class Replicas:
                 ballot = ballot_of(group, self._deadline)
                 ballot.cast(failed, message or "unknown", self._deadline)
             except SilentReplicaError as error:
-                _leave(group, str(error))
-
-
-def _leave(group: dist.ProcessGroup, why: str) -> None:
-    """Collectives that not all replicas make are open in this group: nobody must use it again.
-
-    A later one would be taken for the answer, and whoever frees the group would wait for it.
-    """
-    _SILENT[group] = why
-    if backend_of(group, torch.device("cpu")) == "gloo":
-        close_connections(group)
+                leave(group, str(error))

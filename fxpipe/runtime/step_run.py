@@ -1,8 +1,8 @@
 """Run one step of a session as a transaction: on all ranks, or on none.
 
-    work     hand the inputs to the stages, run the program, merge the outputs
+    work     hand the inputs to the stages, run the program, merge outputs, add up tied gradients
     confirm  one exchange: all ranks succeeded, or all raise
-    whole    where needed: tied gradients, weighted losses, gradients of inputs; confirm again
+    whole    where needed: weighted losses, gradients of inputs; confirm again
 
 Whatever goes wrong on any rank, every rank takes part in the confirmation and then raises; so the
 next step, or another schedule, can follow. Nothing after the last confirmation can fail. A step
@@ -90,7 +90,6 @@ class StepRun:
         self.leaves = InputLeaves()
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
-        self._routed = 0
         # Of the batch, where the loss is a sum with a weight; on an accelerator it stays there.
         self._weight: float | torch.Tensor | None = None
         self.step = StepData(
@@ -211,17 +210,15 @@ class StepRun:
         call, rank = self.call, self.control.rank
         if not self.plan.routes:
             return call, self.chunks
-        (transport,) = self.transports.values()
+        post_next = self.plan.executors[0].post_next
         stage = next(iter(self.session.stages.values()))
         _, named = stage.front.name_inputs(call.args, call.kwargs)
         added = {}
         for route in self.plan.routes:
             if route.source == rank:
-                transport.send(route.target, tensors_of(named[route.name]))
+                post_next(tensors_of(named[route.name]))
             elif route.target == rank:
-                tensors = transport.recv(route.source, route.shapes, stage.device).wait()
-                added[route.name] = route.skeleton.build(tensors)
-            self._routed += 1
+                added[route.name] = route.skeleton.build(post_next().wait())
         call = replace(call, kwargs={**call.kwargs, **added})
         n = self.session.program.num_microbatches
         return call, split_call(call, stage.front, self.session.options, n)
@@ -242,6 +239,7 @@ class StepRun:
             made = self._outcome()
             if self.trains:
                 self._replicas.finish()
+                self._add_up_tied()
             outcome.append(made)
         except InterruptedStepError as interrupted:
             failure = interrupted.failure
@@ -256,6 +254,11 @@ class StepRun:
             self._describe(meant)
             return self._drained(meant)
         return None
+
+    def _add_up_tied(self) -> None:
+        ties.add_up(self.plan.tied, {e.rank: e.post_next for e in self.plan.executors})
+        for executor in self.plan.executors:
+            executor.finish()
 
     def _attempt(self, work: Callable[[], None]) -> BaseException | None:
         """Do something that has no transfers left when it fails."""
@@ -297,7 +300,6 @@ class StepRun:
                 for executor in self.plan.executors:
                     executor.drain_collectives()
             else:
-                self._drain_routes()
                 self.plan.executors[0].drain()
             self._tell_replicas("{}: {}".format(*described(error)))
         except TransportError as lost:
@@ -308,16 +310,6 @@ class StepRun:
             self.control.give_up(replace(self._where(), type=kind, message=text, kind="broken"))
             raise error from inner
         return error
-
-    def _drain_routes(self) -> None:
-        (transport,) = self.transports.values()
-        device = next(iter(self.session.stages.values())).device
-        for route in self.plan.routes[self._routed :]:
-            if route.source == self.control.rank:
-                empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in route.shapes]
-                transport.send(route.target, empty)
-            elif route.target == self.control.rank:
-                transport.recv(route.source, route.shapes, device).wait()
 
     def _tell_replicas(self, message: str) -> None:
         if self.trains:
@@ -387,15 +379,9 @@ class StepRun:
 
     def _needs_whole(self, scale: Scale) -> bool:
         """The same on all ranks: whether anything can still fail."""
-        return self.trains and bool(
-            self.plan.tied or scale is not None or self.plan.has_input_gradients
-        )
+        return self.trains and (scale is not None or self.plan.has_input_gradients)
 
     def _make_whole(self, scale: Scale) -> None:
-        if self.plan.tied:
-            ties.add_up(self.plan.tied, self.transports)
-            for transport in self.transports.values():
-                transport.finish()
         if self.plan.shared:
             self.leaves.add_up(self.plan.shared, self.control)
         self.leaves.give_back(scale)

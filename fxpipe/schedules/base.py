@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Kind, Program, Timeline, lower
@@ -24,6 +25,7 @@ from fxpipe.runtime.agree.arguments import (
     measured_timeline,
     outstanding_sends,
     running_stages,
+    sharing_group,
     stage_list,
     timeout_seconds,
 )
@@ -56,6 +58,8 @@ class Schedule:
         receives: "early" posts receives when the sender sends, "late" just before use.
         boundary_dtype: what wider floating-point values travel as between ranks, such as
             torch.bfloat16: half the bytes, and gradients rounded accordingly.
+        tp_group: ranks that hold the same values at boundaries, as those of a tensor-parallel group
+            mostly do: each sends its share of them, and the receivers gather.
         max_unsharded: how many `fully_shard`ed stages a rank holds unsharded at once.
         offload: move what a forward keeps to host memory where its backward is more than so many
             compute actions of the rank away; at least 2.
@@ -81,6 +85,7 @@ class Schedule:
         timeout: float | None = None,
         receives: str = "early",
         boundary_dtype: torch.dtype | None = None,
+        tp_group: dist.ProcessGroup | None = None,
         max_unsharded: int = 3,
         offload: int | None = None,
         unshard_lookahead: str | tuple[int, ...] = "full",
@@ -102,6 +107,7 @@ class Schedule:
             timeout=timeout_seconds(timeout),
             receives=receives,
             boundary_dtype=floating_dtype(boundary_dtype),
+            tp_group=sharing_group(tp_group, self._stages[0].group),
             max_unsharded=max_unsharded,
             offload=offload,
             unshard_lookahead=unshard_lookahead,

@@ -26,6 +26,7 @@ head of its queue. One thread works through each queue.
 
 import contextlib
 import datetime
+import itertools
 import os
 import queue
 import random
@@ -48,6 +49,7 @@ _DTYPES = {
 }  # fmt: skip
 _TOKEN, _DATA = 1, 2
 _NEVER = datetime.timedelta(hours=1)
+_CLOCK = itertools.count()  # of this process
 _MADE: list["weakref.ref[NcclLike]"] = []
 
 
@@ -132,7 +134,8 @@ class NcclLike(dist.ProcessGroup):
         self.streams = streams
         self.options = _Options(timeout)
         self.host_waits = 0
-        self.posted: list[tuple[str, int]] = []
+        self.sent_bytes: list[int] = []
+        self.posted: list[tuple[int, bool, int]] = []  # when, is it a send, the peer
         self.aborted = threading.Event()
         self._inner: Any = dist.ProcessGroupGloo(store, rank, size, timeout=_NEVER)
         # A rank that is connected could end, and close, before its peers know that they are too.
@@ -177,7 +180,8 @@ class NcclLike(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> NcclWork:
         (tensor,) = tensors
         self._check(tensor)
-        self.posted.append(("send", peer))
+        self.posted.append((next(_CLOCK), True, peer))
+        self.sent_bytes.append(tensor.nbytes)
 
         def transfer() -> None:
             self._inner.recv([torch.empty(1, dtype=torch.uint8)], peer, _TOKEN).wait(_NEVER)
@@ -189,7 +193,7 @@ class NcclLike(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> NcclWork:
         (tensor,) = tensors
         self._check(tensor)
-        self.posted.append(("recv", peer))
+        self.posted.append((next(_CLOCK), False, peer))
         _flat(tensor).fill_(255)
 
         def transfer() -> None:

@@ -1,8 +1,10 @@
 """Whatever goes wrong on one rank, every rank says so within seconds, and can go on."""
 
+import copy
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from fxpipe import (
     Schedule1F1B,
     ScheduleError,
     ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
 )
+from fxpipe.runtime.step_run import StepRun
 from tests.distributed.bodies import (
     blocks,
     by_group_alone,
@@ -310,3 +315,66 @@ def wrong_stages(rank: int) -> None:
 
 def test_a_stage_on_the_wrong_rank_is_named_on_all_ranks() -> None:
     run_on_ranks(2, wrong_stages)
+
+
+class Crossed(nn.Module):
+    """In a V on two ranks each rank owns a tied weight, and both need the second input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(4))
+        self.layers[2].weight, self.layers[3].weight = self.layers[0].weight, self.layers[1].weight
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * scale
+        return x
+
+
+def fails_around_the_program(rank: int, point: str) -> tuple[int, int]:
+    """Rank 1 fails before its routed inputs, in its program, or before its tied gradients."""
+    model, x, y, scale = Crossed(), rand(8, 8), rand(8, 8, seed=2), rand(8, 1, seed=3)
+    plain = copy.deepcopy(model)
+    mse(plain(x, scale), y).backward()
+    spec = {f"layers.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
+    pipe = pipeline(model, (x[:2],), {"scale": scale[:2]}, split_spec=spec)
+    stages = [pipe.build_stage(i, "cpu") for i in ((0, 3), (1, 2))[rank]]
+    made = ScheduleZBVZeroBubble(stages, 4, loss_fn=mse)
+    args, given = ((x,), {"scale": scale, "target": y}) if rank == 0 else ((), {})
+    made.step(*args, **given)
+    assert len(made._session.plan.routes) == 1
+    assert {group.owner for group in made._session.plan.tied} == {0, 1}
+    before = made._session._control._sequence
+
+    places = {"inputs": "_prepare", "program": "_outcome", "ties": "_add_up_tied"}
+    if rank == 1:
+        with (
+            mock.patch.object(StepRun, places[point], side_effect=KeyError("4711")),
+            pytest.raises(KeyError),
+        ):
+            made.step()
+    else:
+        with pytest.raises(RemoteStageError, match="4711"):
+            made.step(*args, **given)
+    after = made._session._control._sequence
+
+    for stage in stages:
+        stage.submod.zero_grad()
+    made.step(*args, **given)
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    for stage in stages:
+        for name, p in stage.submod.named_parameters(remove_duplicate=False):
+            assert_close(p.grad, wanted[name].grad, f"{name} after the fault")
+    return after - before, made._session._control._sequence - after
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl_rank"])
+@pytest.mark.parametrize("point", ["inputs", "program", "ties"])
+def test_a_fault_beside_routed_inputs_and_tied_weights_leaves_nothing(
+    point: str, backend: str
+) -> None:
+    counts = run_on_ranks(2, fails_around_the_program, point, backend=backend)
+
+    # One exchange to agree and one to confirm: tied gradients need none of their own.
+    assert counts == [(2, 2), (2, 2)]

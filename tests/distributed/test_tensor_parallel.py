@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from fxpipe import InputError, PipelineStage, get_schedule_class, pipeline
 from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.wire.packing import Shares
+from tests.backends import nccl_like
 from tests.distributed.bodies import layout, mse, rand
 from tests.distributed.ranks import run_on_ranks
-from tests.runtime.training import assert_close
+from tests.runtime.training import SCHEDULE_NAMES, assert_close
 
 WIDTH, ROWS, LENGTH = 8, 8, 6
 
@@ -85,12 +87,22 @@ class Scatter(nn.Module):
         return made
 
 
-def train(rank: int, schedule: str, style: str, is_traced: bool) -> int:
+def on_streams(rank: int, schedule: str, style: str, is_traced: bool, streams: str) -> list[int]:
+    """The same over communicators like NCCL's, with shares; the sizes of all that was sent."""
+    nccl_like.register()
+    pipelines = [dist.new_group(ranks, backend=f"nccl_{streams}") for ranks in ((0, 2), (1, 3))]
+    nccl_like.instances()  # forget the user's
+    train(rank, schedule, style, is_traced, pipelines[rank % 2])
+    return [size for group in nccl_like.instances() for size in group.sent_bytes]
+
+
+def train(rank: int, schedule: str, style: str, is_traced: bool, pp: Any = None) -> int:
     """Two pipelines that share every stage; gradients are those of the plain model."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    tp, pp = mesh["tp"], mesh["pp"].get_group()
+    tp, shares = mesh["tp"], None if pp is None else mesh["tp"].get_group()
+    pp = pp or mesh["pp"].get_group()
     indices, num_stages = layout(schedule, rank // 2, 2)
     torch.manual_seed(0)
     model = nn.Sequential(*(Mlp() for _ in range(num_stages)))
@@ -120,7 +132,7 @@ def train(rank: int, schedule: str, style: str, is_traced: bool) -> int:
 
     Deferral._defer = note
     try:
-        made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
+        made = get_schedule_class(schedule)(stages, 4, loss_fn=mse, tp_group=shares)
         mse(plain(x), y).backward()
         for step in (1, 2):
             made.step(x, target=y)
@@ -148,6 +160,54 @@ def test_dtensors_cross_boundaries(schedule: str, style: str) -> None:
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B"])
 def test_traced_stages_hand_on_what_tensor_parallel_modules_return(schedule: str) -> None:
     run_on_ranks(4, train, schedule, "replicated", True)
+
+
+WHOLE = (ROWS // 4) * LENGTH * WIDTH * 8  # bytes of a microbatch's activation
+
+
+@pytest.mark.parametrize(
+    ("schedule", "style", "is_traced", "streams"),
+    [
+        ("ZBVZeroBubble", "replicated", False, "rank"),
+        ("Interleaved1F1B", "replicated", True, "pair"),
+        ("1F1B", "shards", False, "rank"),
+    ],
+)
+def test_over_streams_equal_values_are_sent_in_shares(
+    schedule: str, style: str, is_traced: bool, streams: str
+) -> None:
+    sent = run_on_ranks(4, on_streams, schedule, style, is_traced, streams)
+
+    # Shards of the sequence differ, and travel as they are: they too are half of the whole.
+    assert all({size for size in sizes if size > 1} == {WHOLE // 2} for sizes in sent)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("streams", nccl_like.MODELS)
+@pytest.mark.parametrize("style", ["replicated", "shards"])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_every_schedule_on_every_model_of_streams(schedule: str, style: str, streams: str) -> None:
+    run_on_ranks(4, on_streams, schedule, style, False, streams)
+
+
+def shares(rank: int) -> None:
+    packing = Shares(dist.group.WORLD)
+    for sizes in ((7, 3), (), (4, 2), (0, 5)):
+        for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.int16):
+            value = rand(*sizes or (1,)).reshape(sizes).to(dtype)
+            share = packing.pack(value)
+            assert (tuple(share.shape), dtype) == packing.shape((sizes, dtype))
+            assert torch.equal(packing.unpack(share, (sizes, dtype)), value)
+    with pytest.raises(InputError, match="differs between the ranks of tp_group"):
+        packing.pack(rand(5, 2, seed=rank))
+    stage = PipelineStage(Mlp(), rank, 2, "cpu")
+    for wrong, said in ((2, "got int"), (dist.group.WORLD, "has the ranks .* of one pipeline")):
+        with pytest.raises(InputError, match=said):
+            get_schedule_class("1F1B")(stage, 4, loss_fn=mse, tp_group=wrong)
+
+
+def test_shares_make_the_value_again_and_values_that_differ_are_not_mixed() -> None:
+    run_on_ranks(2, shares)
 
 
 def without_mesh(rank: int) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.program import Kind, Span, Timeline
 from fxpipe.program.generators import get_schedule
 from fxpipe.runtime.stage.stage_kind import Front, Stage
+from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 
 __all__ = [
     "TiedStages",
@@ -22,6 +24,7 @@ __all__ = [
     "measured_timeline",
     "outstanding_sends",
     "running_stages",
+    "sharing_group",
     "stage_list",
     "timeout_seconds",
 ]
@@ -101,6 +104,24 @@ def floating_dtype(boundary_dtype: torch.dtype | None) -> torch.dtype | None:
             f"{boundary_dtype!r}"
         )
     return boundary_dtype
+
+
+def sharing_group(tp_group: Any, group: Any) -> dist.ProcessGroup | None:
+    """The ranks that send a share of each value, if there are several; see `Shares`."""
+    if tp_group is None:
+        return None
+    if not isinstance(tp_group, dist.ProcessGroup):
+        raise InputError(f"tp_group must be a process group, got {type(tp_group).__name__}")
+    pipeline = resolve_group(group)
+    if not isinstance(pipeline, LocalGroup):
+        ranks = set(dist.get_process_group_ranks(tp_group))
+        both = sorted(ranks.intersection(dist.get_process_group_ranks(pipeline)))
+        if len(both) > 1:
+            raise InputError(
+                f"tp_group has the ranks {both} of one pipeline, but must have one rank of each of "
+                "several pipelines that run the same stages"
+            )
+    return tp_group if tp_group.size() > 1 else None
 
 
 def measured_timeline(num_ranks: int, spans: Sequence[Span]) -> Timeline:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fxpipe.errors import InputError, InputTypeError
 from fxpipe.microbatch import Microbatches, split_batch
@@ -27,6 +28,7 @@ class Options:
     timeout: float = 1800.0
     receives: Any = "early"
     boundary_dtype: torch.dtype | None = None
+    tp_group: dist.ProcessGroup | None = None
     max_unsharded: int = 3
     offload: int | None = None
     unshard_lookahead: str | tuple[int, ...] = "full"

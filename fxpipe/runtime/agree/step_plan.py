@@ -44,7 +44,8 @@ from fxpipe.runtime.stage.dtensors import is_parallel
 from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
-from fxpipe.runtime.wire.narrow import NarrowTransport
+from fxpipe.runtime.wire.message import Half
+from fxpipe.runtime.wire.packing import Narrow, Packing, Shares
 from fxpipe.runtime.wire.plain import dumps
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport
@@ -144,6 +145,7 @@ class PlanMaker:
             "finalize_gradients": self.call.finalizes,
             "receives": options.receives,
             "boundary_dtype": options.boundary_dtype,
+            "size of tp_group": options.tp_group and options.tp_group.size(),
             "streams": self.streams,
             "max_unsharded": options.max_unsharded,
             "offload": options.offload,
@@ -332,9 +334,12 @@ class PlanMaker:
                 edges,
                 boundaries,
                 runners,
-                self._way(transport),
+                transport,
+                self._packings(),
                 self.hooks,
                 self.options.max_outstanding_sends,
+                before=self._routed(routes, rank, transport),
+                after=self._summed(rank, transport) if self.call.training and has_loss else (),
             )
             for rank, transport in transports.items()
         ]
@@ -356,9 +361,33 @@ class PlanMaker:
             has_replicas,
         )
 
-    def _way(self, transport: Transport) -> Transport:
-        dtype = self.options.boundary_dtype
-        return transport if dtype is None else NarrowTransport(transport, dtype)
+    def _routed(self, routes: Sequence[Route], rank: int, transport: Transport) -> list[Half]:
+        """The messages of a rank before its program: inputs that it or others were not given."""
+        device = next(iter(self.stages.values())).device
+        return [
+            Half(transport, peer, route.shapes, device, is_send=rank == route.source)
+            for route in routes
+            for here, peer in ((route.source, route.target), (route.target, route.source))
+            if rank == here
+        ]
+
+    def _summed(self, rank: int, transport: Transport) -> list[Half]:
+        """The messages of a rank after its program: gradients of tied parameters."""
+        found = []
+        for group in self.tied:
+            for source, target in group.messages if group.parameters.get(rank) else ():
+                if rank in (source, target):
+                    like = ties.local(group.parameters[rank][0])
+                    shapes = [(tuple(like.shape), like.dtype)]
+                    peer = target if rank == source else source
+                    is_send = rank == source
+                    found.append(Half(transport, peer, shapes, like.device, is_send=is_send))
+        return found
+
+    def _packings(self) -> list[Packing]:
+        dtype, group = self.options.boundary_dtype, self.options.tp_group
+        made: list[Packing] = [] if dtype is None else [Narrow(dtype)]
+        return made if group is None else [*made, Shares(group)]
 
     def _lower(
         self,

@@ -9,9 +9,9 @@ so equal optimizers keep them equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -56,6 +56,19 @@ class TiedGroup:
     @property
     def owner(self) -> int:
         return self.ranks[0]
+
+    @property
+    def messages(self) -> list[tuple[int, int]]:
+        """Who sends to whom after a step, in the one order that all ranks keep.
+
+        The copies' ranks send, the owner adds up and sends back. Of several groups one is done
+        before the next: ranks that sent for all of them first could wait for each other, since
+        two ranks may own a group each and a send need not return before it is received.
+        """
+        if not any(p.requires_grad for some in self.parameters.values() for p in some):
+            return []
+        others = self.ranks[1:]
+        return [*((peer, self.owner) for peer in others), *((self.owner, peer) for peer in others)]
 
 
 def find_tied(
@@ -106,38 +119,25 @@ def broadcast(groups: Sequence[TiedGroup], rank: int, transport: Transport) -> N
                 local(copy).copy_(local(mine[0]))
 
 
-def add_up(groups: Sequence[TiedGroup], transports: Mapping[int, Transport]) -> None:
+def add_up(groups: Sequence[TiedGroup], posts: Mapping[int, Callable[..., Any]]) -> None:
     """Give every copy of each shared parameter the sum of all copies' gradients.
 
-    `transports` are those of the ranks of this process. All ranks walk the groups in one
-    order, and finish one before the next: the copies' ranks send, the owner adds up and
-    sends back. Ranks that sent for all groups first could wait for each other, since
-    two ranks may own a group each and a send need not return before it is received.
+    `posts` say for each rank of this process how it posts the next of the groups' messages:
+    `post([tensor])` sends, `post()` receives.
     """
     for group in groups:
-        held = [rank for rank in group.ranks if rank in transports and group.parameters.get(rank)]
-        copies = {rank: group.parameters[rank] for rank in held}
-        is_whole = len(group.ranks) == 1 and all(len(some) == 1 for some in copies.values())
-        if is_whole or not any(p.requires_grad for some in copies.values() for p in some):
+        held = {rank: group.parameters[rank] for rank in posts if group.parameters.get(rank)}
+        if not any(p.requires_grad for copies in held.values() for p in copies):
             continue
-        for rank in held:
-            if rank != group.owner:
-                transports[rank].send(group.owner, [_sum(copies[rank])])
-        if group.owner in copies:
-            mine, transport = copies[group.owner], transports[group.owner]
-            total = _sum(mine)
-            shapes = [(tuple(total.shape), total.dtype)]
-            for peer in group.ranks[1:]:
-                total += transport.recv(peer, shapes, total.device).wait()[0]
-            for peer in group.ranks[1:]:
-                transport.send(peer, [total])
-            _give(mine, total)
-        for rank in held:
-            if rank != group.owner:
-                like = local(copies[rank][0])
-                shapes = [(tuple(like.shape), like.dtype)]
-                found = transports[rank].recv(group.owner, shapes, like.device).wait()[0]
-                _give(copies[rank], found)
+        totals = {rank: _sum(copies) for rank, copies in held.items()}
+        for source, target in group.messages:
+            if source in totals:
+                posts[source]([totals[source]])
+            if target in totals:
+                (arrived,) = posts[target]().wait()
+                totals[target] = arrived + totals[target] if target == group.owner else arrived
+        for rank, copies in held.items():
+            _give(copies, totals[rank])
 
 
 class GradStash:

@@ -1,6 +1,7 @@
 """Run one rank's actions; `run_local` runs all ranks of one process in turn.
 
-In:  a lowered program, the boundary of every microbatch, stage runners, a transport.
+In:  a lowered program, the boundary of every microbatch, stage runners, a transport, and the
+     messages before and after the program (routed inputs, tied gradients).
 Out: each action done once, in the program's order.
 
 An executor is bound once: every action becomes a function without arguments that
@@ -8,7 +9,7 @@ knows its slots, its peer and its stage. A step only calls them. A value lives i
 its slot from its writer to its last reader; nothing is kept for later.
 
 When anything fails, on this rank or elsewhere, the executor drains: it finishes
-the transfers that the rest of the program owes its peers, with empty tensors, and the
+the messages that the rest of the step owes its peers, with empty tensors, and the
 collectives that it owes the replicas of its stages, so that no rank waits for another
 and the process groups stay usable.
 """
@@ -28,10 +29,12 @@ from fxpipe.errors import InputError
 from fxpipe.program import Action, Edges, Kind, Program, Span, Value, ValueKind, reads, writes
 from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.parameters.sync import collective
-from fxpipe.runtime.stage.boundary import Boundary, PortShape
+from fxpipe.runtime.stage.boundary import Boundary
 from fxpipe.runtime.stage.stage_runner import StageRunner
 from fxpipe.runtime.wire.failure import Failure
-from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport
+from fxpipe.runtime.wire.message import Half, Unpacked
+from fxpipe.runtime.wire.packing import Packing, Shares
+from fxpipe.runtime.wire.transport import Incoming, Transport
 from fxpipe.torch_inside import profiler_is_on
 
 __all__ = ["ActionContext", "Executor", "Hooks", "InterruptedStepError", "run_local", "run_rank"]
@@ -68,16 +71,6 @@ class Hooks:
     version: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Owed:
-    """A transfer."""
-
-    is_send: bool
-    value: Value
-    stage: int
-    peer: int
-
-
 class Executor:
     """The bound actions of one rank."""
 
@@ -89,8 +82,12 @@ class Executor:
         boundaries: Sequence[Boundary],
         runners: Mapping[int, StageRunner],
         transport: Transport,
+        packings: Sequence[Packing],
         hooks: Hooks,
         max_sends: int | None = None,
+        *,
+        before: Sequence[Half] = (),
+        after: Sequence[Half] = (),
     ) -> None:
         self.rank = rank
         self.position = 0
@@ -102,16 +99,17 @@ class Executor:
         self._edges = edges
         self._boundaries = boundaries
         self._runners = runners
-        self._transport = transport
+        self._transport, self._packings = transport, packings
         self._hooks = hooks
         self._max_sends = max_sends  # that are kept at once
         self._slot_of: dict[Value, int] = {}
         self._slots: list[Any] = []
         self._sent: dict[Value, Any] = {}
         self._proved = _proofs(program, edges, rank)
-        self._owed: list[_Owed | Run] = []  # transfers and collectives: somebody waits for them
+        self._owed: list[Half | Run] = [*before]  # messages and collectives: somebody waits
         self._paid = 0  # of these, in this step
         self.bound: list[Run] = [self._with_hooks(action) for action in self._actions]
+        self._owed += after
 
     def status(self) -> str:
         """What this rank is doing, for reports about others that wait."""
@@ -145,28 +143,33 @@ class Executor:
     def drain(self) -> None:
         """Do what others wait for, in the program's order, and compute nothing.
 
-        Transfers that are left, with empty tensors, and the collectives of replicas.
+        Messages that are left, with empty tensors, and the collectives of replicas.
         """
         incoming = [value for value in self._slots if hasattr(value, "wait")]
         for owed in self._owed[self._paid :]:
-            if not isinstance(owed, _Owed):
+            if not isinstance(owed, Half):
                 owed()
                 continue
-            device, shapes = self._runners[owed.stage].device, self._shapes(owed.value)
-            if owed.is_send:
-                empty = [torch.zeros(s, dtype=dtype, device=device) for s, dtype in shapes]
-                self._transport.send(owed.peer, empty, _lane(owed.value))
-            else:
-                incoming.append(self._transport.recv(owed.peer, shapes, device, _lane(owed.value)))
+            posted = owed.drain()
+            if posted is not None:
+                incoming.append(posted)
         for pending in incoming:
-            pending.wait()
+            (pending.incoming if type(pending) is Unpacked else pending).wait()
         self._transport.finish()
 
     def drain_collectives(self) -> None:
         """The same where all ranks are of one process: only replicas wait."""
         for owed in self._owed[self._paid :]:
-            if not isinstance(owed, _Owed):
+            if not isinstance(owed, Half):
                 owed()
+
+    def post_next(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
+        """Post the next message that is owed: one before or after the program."""
+        half = self._owed[self._paid]
+        assert isinstance(half, Half)
+        posted = half.post(tensors)
+        self._paid += 1
+        return posted
 
     # Binding: one function per action.
 
@@ -299,16 +302,15 @@ class Executor:
         return arrived
 
     def _bind_send(self, value: Value, stage: int) -> Run:
-        slot, peer = self._slot(value), self._stage_to_rank[value.peer]
-        send, sent, lane = self._transport.send, self._sent, _lane(value)
-        paid = self._owe(_Owed(True, value, stage, peer))
-
+        slot, sent = self._slot(value), self._sent
         max_sends, release = self._max_sends, self._transport.release
+        half = self._half(value, stage, value.peer, is_send=True)
+        post, paid = half.post, self._owe(half)
 
         def run() -> None:
             while max_sends is not None and len(sent) >= max_sends:
                 release(sent.pop(next(iter(sent))))
-            handle = send(peer, self._slots[slot], lane)
+            handle = post(self._slots[slot])
             self._paid = paid
             self._slots[slot] = None
             if handle is not None:
@@ -317,17 +319,12 @@ class Executor:
         return run
 
     def _bind_recv(self, value: Value, stage: int) -> Run:
-        slot, device = self._slot(value), self._runners[stage].device
-        peer, shapes, recv = (
-            self._stage_to_rank[value.stage],
-            self._shapes(value),
-            self._transport.recv,
-        )
-        lane = _lane(value)
-        paid = self._owe(_Owed(False, value, stage, peer))
+        slot = self._slot(value)
+        half = self._half(value, stage, value.stage, is_send=False)
+        post, paid = half.post, self._owe(half)
 
         def run() -> None:
-            self._slots[slot] = recv(peer, shapes, device, lane)
+            self._slots[slot] = post()
             self._paid = paid
 
         return run
@@ -341,20 +338,28 @@ class Executor:
 
         return run
 
-    def _owe(self, owed: _Owed | Run) -> int:
+    def _owe(self, owed: Half | Run) -> int:
         self._owed.append(owed)
         return len(self._owed)
 
-    def _shapes(self, value: Value) -> Sequence[TensorShape]:
-        if value.kind is ValueKind.ACTIVATION:
-            ports: Sequence[PortShape] = self._ports(value.stage, value.peer, value.microbatch)
-        else:
-            back = self._ports(value.peer, value.stage, value.microbatch)
-            ports = [port for port in back if port.has_gradient]
-        return [(port.shape, port.dtype) for port in ports]
-
-    def _ports(self, source: int, target: int, microbatch: int) -> tuple[PortShape, ...]:
-        return self._boundaries[microbatch].ports[source, target]
+    def _half(self, value: Value, stage: int, other: int, *, is_send: bool) -> Half:
+        is_activation = value.kind is ValueKind.ACTIVATION
+        edge = (value.stage, value.peer) if is_activation else (value.peer, value.stage)
+        ports = [
+            port
+            for port in self._boundaries[value.microbatch].ports[edge]
+            if is_activation or port.has_gradient
+        ]
+        is_same = all(port.layout is None or port.layout.is_replicated for port in ports)
+        return Half(
+            self._transport,
+            self._stage_to_rank[other],
+            [(port.shape, port.dtype) for port in ports],
+            self._runners[stage].device,
+            0 if is_activation else 1,
+            [p for p in self._packings if is_same or not isinstance(p, Shares)],
+            is_send=is_send,
+        )
 
     def _slot(self, value: Value) -> int:
         slot = self._slot_of.get(value)
@@ -438,10 +443,6 @@ def _proofs(program: Program, edges: Edges, rank: int) -> dict[Value, list[Value
                 elif part.kind.is_send and rank_of[found[0].peer] == rank:
                     proved[found[0]], used = used, []
     return proved
-
-
-def _lane(value: Value) -> int:
-    return 0 if value.kind is ValueKind.ACTIVATION else 1
 
 
 def _in_order(parts: Sequence[Action], edges: Edges) -> list[Action]:

@@ -1,5 +1,6 @@
 """What was sent is let go of as soon as it has been read, and no rank keeps its outputs."""
 
+import random
 import weakref
 from typing import Any
 
@@ -8,8 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe import get_schedule_class
-from tests.distributed.bodies import by_group_alone, mse, rand, stages_of
+from fxpipe.program import (
+    Action,
+    Edges,
+    Link,
+    Program,
+    StageCosts,
+    Value,
+    lower,
+    reads,
+    simulate,
+    writes,
+)
+from fxpipe.program.costs import StageCost
+from fxpipe.program.generators import SCHEDULES
+from fxpipe.runtime.stage.executor import _proofs
+from tests.distributed.bodies import by_group_alone, layout, mse, rand, stages_of
 from tests.distributed.ranks import run_on_ranks
+from tests.runtime.training import SCHEDULE_NAMES
 
 NUM_MICROBATCHES = 8
 LARGE = 2**15  # numbers of a message: too many for the sockets
@@ -72,3 +89,87 @@ def test_a_sent_tensor_is_kept_only_until_it_was_read(backend: str) -> None:
     # Gradients used to be kept until the end of the step: eight of them.
     assert last <= 2
     assert middle <= 5
+
+
+def envelope(program: Program, edges: Edges, rank: int) -> list[tuple[int, int]]:
+    """Before each computation of a rank: received values that wait for it or a later one, and
+    those sent ones of which no arrived value proves that they were read.
+    """
+    proved = _proofs(program, edges, rank)
+    received: set[Value] = set()
+    sent: set[Value] = set()
+    found = []
+    for action in program.ranks[rank]:
+        if action.kind.is_recv:
+            received.update(writes(action, edges))
+        elif action.kind.is_send:
+            sent.update(reads(action, edges))
+        elif action.kind.is_compute or action.parts:
+            found.append((len(received), len(sent)))
+            for value in received.intersection(reads(action, edges)):
+                received.remove(value)
+                sent -= set(proved.get(value, ()))
+    return found
+
+
+def simulated(program: Program, edges: Edges, rank: int, seed: int) -> list[float]:
+    """The same from the simulator, with random times: all values on their way from or to others."""
+    chance, rank_of = random.Random(seed), program.placement.stage_to_rank
+    costs = StageCosts(
+        tuple(StageCost(*(chance.uniform(1, 2) for _ in range(3))) for _ in rank_of),
+        activations={(s, t): float(rank_of[s] != rank_of[t]) for s, t, _ in edges.edges},
+        gradients={(s, t): float(rank_of[s] != rank_of[t]) for s, t, _ in edges.edges},
+        link=Link(latency=chance.choice([0.01, 0.3, 3.0])),
+    )
+    timeline = simulate(program, costs, edges, streams="rank")
+    found = []
+    for span in sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start):
+        if span.action.kind.is_compute or span.action.parts:
+            held = [held for at, held in timeline.memory[rank] if at <= span.start]
+            made = sum(rank_of[v.peer] != rank for v in writes(span.action, edges))
+            found.append((held or [0.0])[-1] - made)
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_the_simulator_keeps_what_waits_and_no_sent_value_that_was_read(schedule: str) -> None:
+    info = SCHEDULES[schedule]
+    for seed in range(3):
+        num_stages = 3 if info.stages_per_rank[1] == 1 else 6
+        edges = Edges.of(num_stages, {(s, s + 1) for s in range(num_stages - 1)} | {(0, 2)})
+        program = lower(info(3, num_stages, NUM_MICROBATCHES), edges, streams="rank")
+        for rank in range(3):
+            known = envelope(program, edges, rank)
+            for held, (received, sent) in zip(
+                simulated(program, edges, rank, seed), known, strict=True
+            ):
+                assert received <= held <= received + sent
+
+
+def check_held(rank: int, schedule: str) -> None:
+    """So does a rank over communicators like NCCL's: the same values, at every computation."""
+    indices, num_stages = layout(schedule, rank, 3)
+    stages = stages_of(_modules(num_stages, 8), indices)
+    made = get_schedule_class(schedule)(stages, NUM_MICROBATCHES, loss_fn=mse)
+    x = rand(2 * NUM_MICROBATCHES, 8)
+    found: list[tuple[int, int]] = []
+
+    def look(action: Action) -> None:
+        plan: Any = made._session._running
+        (transport,) = made._session._transports.values()
+        waiting = sum(hasattr(value, "wait") for value in plan.executors[0]._slots)
+        found.append((waiting, transport.held()))
+
+    for kind in ("F", "B", "I", "W", "OVERLAP_F_B"):
+        made.before(kind, look)
+    made.step(x, target=x)
+    plan: Any = made._session.plan
+    known = envelope(plan.program, Edges.chain(num_stages), rank)
+    for (received, sent), (waiting, most) in zip(found, known, strict=True):
+        assert received == waiting
+        assert sent <= most
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_a_rank_keeps_what_the_simulator_says(schedule: str) -> None:
+    run_on_ranks(3, check_held, schedule, backend="nccl_rank")

@@ -90,19 +90,19 @@ class Scatter(nn.Module):
 def on_streams(rank: int, schedule: str, style: str, is_traced: bool, streams: str) -> list[int]:
     """The same over communicators like NCCL's, with shares; the sizes of all that was sent."""
     nccl_like.register()
-    pipelines = [dist.new_group(ranks, backend=f"nccl_{streams}") for ranks in ((0, 2), (1, 3))]
-    nccl_like.instances()  # forget the user's
-    train(rank, schedule, style, is_traced, pipelines[rank % 2])
+    train(rank, schedule, style, is_traced, f"nccl_{streams}")
     return [size for group in nccl_like.instances() for size in group.sent_bytes]
 
 
-def train(rank: int, schedule: str, style: str, is_traced: bool, pp: Any = None) -> int:
+def train(rank: int, schedule: str, style: str, is_traced: bool, backend: str = "") -> int:
     """Two pipelines that share every stage; gradients are those of the plain model."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    tp, shares = mesh["tp"], None if pp is None else mesh["tp"].get_group()
-    pp = pp or mesh["pp"].get_group()
+    tp, pp, shares = mesh["tp"], mesh["pp"].get_group(), None
+    if backend:  # after the mesh: DTensors remember names of groups, and ranks are used again
+        pipelines = [dist.new_group(ranks, backend=backend) for ranks in ((0, 2), (1, 3))]
+        pp, shares = pipelines[rank % 2], tp.get_group()
     indices, num_stages = layout(schedule, rank // 2, 2)
     torch.manual_seed(0)
     model = nn.Sequential(*(Mlp() for _ in range(num_stages)))

@@ -6,7 +6,8 @@ Out: `Option`s, quickest first.
 A candidate is guessed from the whole model's load and the schedule's outline. In the order of
 the guesses the model is cut and a whole step simulated, until what is left is guessed clearly
 slower or the budget of simulated actions is used up; every schedule that may fit gets
-one try. Steps of more than `_LARGEST` actions are looked at only if no other fits. A cut first
+one try. Long steps come after short ones, and only if they are guessed to beat them; those of more
+than `_LARGEST` actions are looked at only if no other fits. A cut first
 makes ranks even; if memory is short, within what it leaves. The best are then cut again by what
 their step really takes (`refine`).
 """
@@ -42,6 +43,9 @@ __all__ = ["Pricing", "Search"]
 
 _LARGEST = 150_000
 """Steps of more actions than this, deep pipelines of very many microbatches, are a last resort."""
+
+_MANY = 16
+"""So many steps at least can be simulated within the budget; longer ones come later."""
 
 _EFFORT = 2_000
 """Steps of the exact search for a partition."""
@@ -120,34 +124,59 @@ class Search:
             near = round(math.log(guess.time) / 0.03) if guess.time > 0 else -math.inf
             return guess.memory > limit, near, _num_actions(candidate), guess.time, candidate
 
-        order = sorted(found, key=place)
+        order = sorted((c for c in found if _num_actions(c) <= _LARGEST), key=place)
         tried: dict[Candidate, Option] = {}
-        best = math.inf
-        seen: set[str] = set()
-        for candidate in order:
-            is_new = candidate.schedule not in seen and guesses[candidate].memory <= limit
-            if self._used > budget // 2 and best < math.inf and not is_new:
-                break
-            if guesses[candidate].memory > 2 * limit or self._used > budget * 3 // 4:
-                break
-            if guesses[candidate].time > 1.2 * best and not is_new:
-                continue
-            if _num_actions(candidate) > _LARGEST:
-                continue
-            seen.add(candidate.schedule)
-            option = self._try(candidate, best)
-            if option is not None:
-                tried[candidate] = option
-                if option.missing(limit) <= 0:
-                    best = min(best, option.step_time)
+        # Long steps are worth their time only if they are guessed to beat what is known by then.
+        short = [c for c in order if _num_actions(c) <= budget // _MANY]
+        long = [c for c in order if _num_actions(c) > budget // _MANY]
+        for some, slack, until in ((short, 1.2, budget // 2), (long, 1.0, budget * 3 // 4)):
+            self._sweep(some, guesses, tried, slack=slack, until=until)
             tell(budget // 5 + min(self._used, budget) // 2, budget)
-        if math.isinf(best):
+        if not self._fitting(tried):
             least = sorted(found, key=lambda c: (guesses[c].memory, c))
             for candidate in [c for c in least if c not in tried][:12]:
                 option = self._try(candidate)
                 if option is not None:
                     tried[candidate] = option
         return tried
+
+    def _sweep(
+        self,
+        order: Sequence[Candidate],
+        guesses: Mapping[Candidate, _Guess],
+        tried: dict[Candidate, Option],
+        *,
+        slack: float,
+        until: int,
+    ) -> None:
+        """Try candidates in order; after `until` actions only schedules that have had no try."""
+        limit, seen = self.pricing.memory_limit, {c.schedule for c in tried}
+        best = min(self._fitting(tried), default=math.inf)
+        low: dict[str, float] = {}  # by schedule, the least that a guess of memory was short by
+        for candidate in order:
+            guess, name = guesses[candidate], candidate.schedule
+            is_new = name not in seen and guess.memory <= limit
+            if guess.memory > 2 * limit or self._used > 1.5 * until:
+                break
+            if not is_new and (
+                guess.time > slack * best
+                or self._used > until
+                or guess.memory * low.get(name, 0.0) > limit
+            ):
+                continue
+            seen.add(name)
+            option = self._try(candidate, best)
+            if option is None:
+                continue
+            tried[candidate] = option
+            low[name] = min(low.get(name, math.inf), option.peak / guess.memory)
+            if option.missing(limit) <= 0:
+                best = min(best, option.step_time)
+
+    def _fitting(self, tried: Mapping[Candidate, Option]) -> list[float]:
+        """The times of the steps that fit."""
+        limit = self.pricing.memory_limit
+        return [option.step_time for option in tried.values() if option.missing(limit) <= 0]
 
     def _settle(
         self, tried: dict[Candidate, Option], budget: int, tell: Callable[[int, int], None]
@@ -221,7 +250,10 @@ class Search:
         if c.info.splits_backward:
             # What waits for the weight half is held for part of the time.
             kept = max(kept, whole.deferred / 2)
-        time = slowest * (c.num_microbatches + idle) + max(reduce - slowest, 0.1 * reduce)
+        # Few microbatches do not fill the ranks: each has to go there and back.
+        latency = ranks * (times[0] + times[1]) + times[2]
+        time = max(slowest * (c.num_microbatches + idle), latency)
+        time += max(reduce - slowest, 0.1 * reduce)
         state = whole.weights / (shards if layout.sharding >= 3 else 1)
         state += whole.gradients / (shards if layout.sharding >= 2 else 1)
         state += whole.optimizer / (shards if layout.sharding >= 1 else 1)

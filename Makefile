@@ -36,7 +36,7 @@ $(READY): pyproject.toml scripts/setup.sh
 	@touch $(READY) $(DEMO)
 
 demo: $(DEMO)
-	$(BIN)/python -m fxpipe demo
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m fxpipe demo
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -17,7 +17,12 @@ install() {
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" "torch==$torch"
 }
 if [ "$what" = demo ]; then
-  install -e ".[cli]"
+  # The demo runs from this folder. Python compiles the few modules of torch that it imports;
+  # pip would compile all of them, which takes as long as the demo.
+  read -ra needs < <("$python" -c 'import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["cli"])')
+  install --no-compile "${needs[@]}"
   exit
 fi
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ def main() -> None:
         )
         raise SystemExit(1)
     from fxpipe.cli.commands import app
-    from fxpipe.cli.ranks.launch import arguments_of_rank
+    from fxpipe.cli.ranks.launch import NO_NUMPY, arguments_of_rank
 
+    warnings.filterwarnings("ignore", NO_NUMPY)
     app(arguments_of_rank(), prog_name="fxpipe")
 
 

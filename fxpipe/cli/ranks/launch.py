@@ -30,6 +30,7 @@ from fxpipe.errors import FxpipeError, RemoteStageError
 
 __all__ = [
     "ARGUMENTS",
+    "NO_NUMPY",
     "RankFailedError",
     "arguments_of_rank",
     "is_rank",
@@ -40,20 +41,24 @@ __all__ = [
 ARGUMENTS = "fxpipe.arguments"
 """Where a context keeps the arguments of the whole command."""
 
+NO_NUMPY = "Failed to initialize NumPy"
+"""What torch warns of on import; nothing here needs numpy."""
+
 _FOLDER = "FXPIPE_RUN_FOLDER"
 _ARGUMENTS = "FXPIPE_RUN_ARGUMENTS"
 _PATIENCE = 20.0
 
 # torchrun without its own report of a failure, which a rank's message says better.
-_TORCHRUN = """
-import json, logging, os, pathlib, sys
+_TORCHRUN = f"""
+import json, logging, os, pathlib, sys, warnings
+warnings.filterwarnings("ignore", "{NO_NUMPY}")
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 logging.disable(logging.ERROR)
 try:
     main(sys.argv[1:])
 except ChildFailedError as error:
-    codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    codes = {{rank: failure.exitcode for rank, failure in error.failures.items()}}
     pathlib.Path(os.environ["FXPIPE_RUN_FOLDER"], "codes").write_text(json.dumps(codes))
     sys.exit(1)
 """

@@ -148,16 +148,37 @@ def data(feature: str, groups: Groups, seed: int) -> tuple[Tensor, Tensor, slice
     return x, y, rows
 
 
-def run_case(name: str, feature: str, groups: Groups) -> None:
-    """Train, evaluate, save, resume; anything wrong raises."""
+def run_case(name: str, feature: str, groups: Groups) -> dict[str, str]:
+    """What went wrong in which mode: training, evaluation, and a run that is saved and resumed."""
     schedule, optimizer, reference = build(name, feature, groups, seed=0)
     x, y, rows = data(feature, groups, seed=1)
-    with precision(feature) as close:
-        schedule.step(x[rows], target=y[rows])
-        _compare_gradients(schedule, reference, x, y, groups, close)
-        _compare_outputs(schedule, reference, x[rows], close)
-    optimizer.step()
-    optimizer.zero_grad()
+
+    def train() -> None:
+        with precision(feature) as close:
+            schedule.step(x[rows], target=y[rows])
+            _compare_gradients(schedule, reference, x, y, groups, close)
+
+    def evaluate() -> None:
+        with precision(feature) as close:
+            _compare_outputs(schedule, reference, x[rows], close)
+
+    def resume() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        _compare_resumed(name, feature, groups, schedule, optimizer)
+
+    found = {}
+    for mode, check in zip(MODES, (train, evaluate, resume), strict=True):
+        try:
+            check()
+        except Exception as error:
+            found[f"{name}, {feature}, {mode}"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _compare_resumed(
+    name: str, feature: str, groups: Groups, schedule: Schedule, optimizer: Any
+) -> None:
     folder = f"{groups.folder}/{name}-{feature}"
     save_checkpoint(folder, schedule, optimizer, step=1)
     other, other_optimizer, _ = build(name, feature, groups, seed=5)
@@ -213,12 +234,9 @@ def run_cases(rank: int, wrapper: str, cases: list[tuple[str, str]]) -> dict[str
     # The compiler looks at .grad of every tensor that it is given, also of received ones.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     groups = Groups(wrapper, rank)
-    found = {}
+    found: dict[str, str] = {}
     for name, feature in cases:
-        try:
-            run_case(name, feature, groups)
-        except Exception as error:
-            found[f"{name} {feature}"] = f"{type(error).__name__}: {error}"
+        found |= run_case(name, feature, groups)
     return found
 
 
@@ -234,40 +252,44 @@ def results(wrapper: str, cases: list[tuple[str, str]], limit: float = 150.0) ->
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_sample_of_the_table(wrapper: str) -> None:
     cases = [("1F1B", feature) for feature in FEATURES if feature != "compiled"]
-    cases += [("ZBVZeroBubble", "lora"), ("Interleaved1F1B", "tied")]
+    # With DDP the V of ZB-V once lost half a tied gradient: both stages are on one rank.
+    cases += [("ZBVZeroBubble", "lora"), ("ZBVZeroBubble", "tied"), ("Interleaved1F1B", "tied")]
 
     assert results(wrapper, cases) == {}
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_whole_table(wrapper: str) -> None:
+def test_the_whole_table(wrapper: str, name: str) -> None:
+    assert whole_row(wrapper, name) == {}
+
+
+def whole_row(wrapper: str, name: str) -> dict[str, str]:
     torch._dynamo.config.recompile_limit = 10_000
-    assert results(wrapper, [(n, f) for n in NAMES for f in FEATURES], limit=1500.0) == {}
+    return results(wrapper, [(name, feature) for feature in FEATURES], limit=900.0)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
+HEAD = "| schedule | plain | DDP | FSDP2 |\n|---|---|---|---|\n"
 _ROW = re.compile(r"^\| (\w+) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.MULTILINE)
 
 
 def write_columns(wrappers: list[str]) -> None:
     """Run these kinds of stages with everything, and put what came out into the page."""
-    cases = [(name, feature) for name in NAMES for feature in FEATURES]
-    text = PAGE.read_text(encoding="utf-8")
-    before, mark, table = text.partition("<!-- matrix -->\n")
-    cells = {match[1]: list(match.groups()[1:]) for match in _ROW.finditer(table)}
+    before, mark, table = PAGE.read_text(encoding="utf-8").partition("<!-- matrix -->\n")
+    found_before = {match[1]: list(match.groups()[1:]) for match in _ROW.finditer(table)}
+    cells = {name: found_before.get(name, ["not run"] * len(WRAPPERS)) for name in NAMES}
+    whole = len(FEATURES) * len(MODES)
     for wrapper in wrappers:
-        wrong = results(wrapper, cases, limit=1500.0)
         for name in NAMES:
-            bad = [feature for feature in FEATURES if f"{name} {feature}" in wrong]
-            found = f"fails: {', '.join(bad)}" if bad else f"all {len(FEATURES)}"
-            cells.setdefault(name, ["not run"] * 3)[WRAPPERS.index(wrapper)] = found
-        sys.stdout.write(f"{wrapper}: {len(cases)} cases, {len(wrong)} wrong {wrong}\n")
-    rows = "".join(f"| {name} | {' | '.join(cells[name])} |\n" for name in NAMES)
-    head = "| schedule | plain | DDP | FSDP2 |\n|---|---|---|---|\n"
-    PAGE.write_text(before + mark + head + rows, encoding="utf-8")
+            wrong = whole_row(wrapper, name)
+            found = "; ".join([f"{whole - len(wrong)} of {whole}", *sorted(wrong)])
+            cells[name][WRAPPERS.index(wrapper)] = found
+            sys.stdout.write(f"{wrapper}, {name}: {found} {wrong or ''}\n")
+            rows = "".join(f"| {key} | {' | '.join(cells[key])} |\n" for key in cells)
+            PAGE.write_text(before + mark + HEAD + rows, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    torch._dynamo.config.recompile_limit = 10_000
     write_columns(sys.argv[1:] or list(WRAPPERS))

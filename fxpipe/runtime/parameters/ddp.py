@@ -9,8 +9,9 @@ they are kept silent. As in DDP itself:
 
 Buckets are reduced while the rest of the pipeline still works. They hold all parameters that
 want a gradient, with zeros for unused ones, so that all replicas make the same buckets without
-asking; what nobody has used loses its zeros again. Limit: communication hooks
-(`register_comm_hook`) are not called.
+asking; what nobody has used loses its zeros again. A parameter that several stages of this process
+hold, such as tied embeddings where the first and the last stage meet, is averaged by one of them,
+when all have added to it. Limit: communication hooks (`register_comm_hook`) are not called.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class DdpSync:
         self._earlier: MutableMapping[torch.Tensor, torch.Tensor] = {}
         self._unused: set[nn.Parameter] = set()  # whose gradient here is made up of zeros
         self._open: list[_Bucket] = []
+        self.late: set[nn.Parameter] = set()  # other stages of this process add to them
+        self.elsewhere: set[nn.Parameter] = set()  # and another stage averages these
         self._silence()
 
     def _silence(self) -> None:
@@ -97,24 +100,26 @@ class DdpSync:
         for module in self._averaged:
             if module.process_group.size() == 1:
                 continue
-            some = _trained(module)
+            some = [p for p in self._trained(module) if p not in self.late]
             self._unused.update(p for p in some if p.grad is None)
             self._open += _averages([_gradient(p) for p in some], module.process_group)
 
     def used(self) -> list[bool]:
-        every = [p for module in self._modules for p in _trained(module)]
+        every = [p for module in self._modules for p in self._trained(module)]
         fresh = [p.grad is not None and p not in self._unused for p in every]
         return [*fresh, *(p in self._earlier for p in every)]
 
     def finish(self, used: Sequence[bool], wait: Wait) -> None:
-        every = [p for module in self._modules for p in _trained(module)]
+        every = [p for module in self._modules for p in self._trained(module)]
         fresh = {p for p, is_used in zip(every, used, strict=False) if is_used}
         old = {p for p, is_used in zip(every, used[len(every) :], strict=True) if is_used}
         for module in self._averaged:
             group = module.process_group
             if group.size() > 1:
-                earlier = [self._earlier_of(p) for p in _trained(module) if p in old]
-                self._open += _averages(earlier, group)
+                some = self._trained(module)
+                late = [_gradient(p) for p in some if p in self.late and p in fresh]
+                earlier = [self._earlier_of(p) for p in some if p in old]
+                self._open += _averages([*late, *earlier], group)
                 _broadcast_buffers(module, group)
         for bucket in self._open:
             if bucket.blocks:
@@ -125,6 +130,12 @@ class DdpSync:
         for p in self._unused - fresh:
             p.grad = None
         self._unused.clear()
+
+    def held(self) -> list[nn.Parameter]:
+        return [p for module in self._modules for p in module.parameters() if p.requires_grad]
+
+    def _trained(self, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad and p not in self.elsewhere]
 
     def _earlier_of(self, p: nn.Parameter) -> torch.Tensor:
         """A copy to average: a step that fails leaves the gradient itself as it was."""
@@ -140,10 +151,6 @@ class DdpSync:
         self._earlier = {}
         for module, before in zip(self._modules, self._before, strict=True):
             module.require_backward_grad_sync = before
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
 
 
 def _gradient(p: nn.Parameter) -> torch.Tensor:

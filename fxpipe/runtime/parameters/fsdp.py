@@ -48,6 +48,9 @@ class FsdpSync:
         self._used: list[bool] = []
         self._bare: list[Any] = []
 
+    def held(self) -> list[nn.Parameter]:
+        return []  # each stage has shards of its own
+
     def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
         self.reduces, self._has_reduced = reduces, False
         held = self._held()

@@ -30,7 +30,7 @@ from fxpipe.runtime.parameters.lost_groups import (
     is_lost,
     leave,
 )
-from fxpipe.runtime.parameters.sync import GradSync
+from fxpipe.runtime.parameters.sync import GradSync, divide_shared
 from fxpipe.runtime.wire.failure import Deadline
 
 __all__ = ["Replicas"]
@@ -78,6 +78,7 @@ class Replicas:
             return
         check_groups(self._groups)
         self._begun = True
+        divide_shared(self._syncs)
         for sync in self._syncs:
             sync.begin(earlier, reduces=self._reduces)
 

@@ -21,7 +21,7 @@ from fxpipe.program import Action, Kind
 from fxpipe.runtime.parameters.ddp import DdpSync, Wait
 from fxpipe.runtime.parameters.fsdp import FsdpSync, fsdp_roots
 
-__all__ = ["GradSync", "NoSync", "collective", "do_collectives", "grad_sync"]
+__all__ = ["GradSync", "NoSync", "collective", "divide_shared", "do_collectives", "grad_sync"]
 
 
 class GradSync(Protocol):
@@ -34,6 +34,9 @@ class GradSync(Protocol):
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """All that the stage's collectives go over."""
+
+    def held(self) -> list[nn.Parameter]:
+        """The parameters with a gradient that another stage of this process may hold as well."""
 
     def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
         """Before the first action of a training step.
@@ -70,6 +73,12 @@ class NoSync:
     reduces = True
     groups: Sequence[dist.ProcessGroup] = ()
 
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def held(self) -> list[nn.Parameter]:
+        return [p for p in self._module.parameters() if p.requires_grad]
+
     def begin(
         self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool
     ) -> None: ...
@@ -102,7 +111,30 @@ def grad_sync(module: nn.Module) -> GradSync:
         return DdpSync(ddp)
     if fsdp:
         return FsdpSync(fsdp)
-    return NoSync()
+    return NoSync(module)
+
+
+def divide_shared(syncs: Sequence[GradSync]) -> None:
+    """Let one stage average what several stages of this process hold, after all have added to it.
+
+    Its gradient is whole after the last of them. A bucket of an earlier one would put its own
+    part in the place of the whole.
+    """
+    if not any(isinstance(sync, DdpSync) for sync in syncs) or len(syncs) == 1:
+        return
+    holders: dict[nn.Parameter, list[GradSync]] = {}
+    for sync in syncs:
+        for p in dict.fromkeys(sync.held()):
+            holders.setdefault(p, []).append(sync)
+    shared = {
+        p: [sync for sync in found if isinstance(sync, DdpSync)]
+        for p, found in holders.items()
+        if len(found) > 1
+    }
+    for sync in syncs:
+        if isinstance(sync, DdpSync):
+            sync.late = {p for p, found in shared.items() if sync in found[:1]}
+            sync.elsewhere = {p for p, found in shared.items() if sync in found[1:]}
 
 
 def collective(sync: GradSync, kind: Kind) -> Callable[[], None] | None:

@@ -113,7 +113,8 @@ class Crossing:
     def past_first(self) -> Crossing | None:
         """The same value as far as it enters the next stage below its first part."""
         others = tuple(part for part in self.target_parts if part > 0)
-        return replace(self, target_parts=others) if others else None
+        again = "" if others == self.target_parts else ", sent once"
+        return replace(self, target_parts=others, size=self.size + again) if others else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outlin
                 f"{name} has {len(given)} entries, but the pipe has {pipe.num_stages} stages"
             )
     shortest = {"stages": 2, "blocks": 3, "nodes": None}[depth]
-    found = [find_parts(stage.module, stage.facts, shortest_run=shortest) for stage in pipe.stages]
+    found = [find_parts(s.module, s.facts, sizes, shortest_run=shortest) for s in pipe.stages]
     parameters = [sum(p.numel() for p in s.module.parameters()) for s in pipe.stages]
     load, name = _load(times, flops, parameters)
     whole = sum(load) or 1.0

@@ -12,7 +12,7 @@ to operations, those of one module are a part.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,22 +92,25 @@ class StageParts:
         return None
 
 
-def find_parts(module: fx.GraphModule, facts: Facts, *, shortest_run: int | None) -> StageParts:
+def find_parts(
+    module: fx.GraphModule, facts: Facts, sizes: Mapping[str, int], *, shortest_run: int | None
+) -> StageParts:
     """Find the parts of a stage.
 
     Runs of at least `shortest_run` alike modules become one part; None makes every node a
-    part of its own.
+    part of its own, which says what it makes at these `sizes`.
     """
+    titles = _titles(module, facts)
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     if shortest_run is None:
         owners = {node: index for index, node in enumerate(nodes) if not _is_plumbing(node, facts)}
-        parts = [_node_part(module, facts, node) for node in owners]
+        parts = [_node_part(module, facts, node, titles[node.name], sizes) for node in owners]
         owners = {node: index for index, node in enumerate(owners)}
     else:
         parts, owners = _module_parts(module, facts, nodes)
         parts, owners = _join_runs(parts, owners, shortest_run)
     connected = _connect(module, parts, owners)
-    return replace(connected, _titles=_titles(module, facts))
+    return replace(connected, _titles=titles)
 
 
 def _titles(module: fx.GraphModule, facts: Facts) -> dict[str, str]:
@@ -121,8 +124,8 @@ def _titles(module: fx.GraphModule, facts: Facts) -> dict[str, str]:
             title = called[0]
         elif node.op == "placeholder":
             title = node.name
-        elif facts[node].is_part and isinstance(source, fx.Node) and len(node.args) == 2:
-            title = f"{titles[source.name]}[{node.args[1]!r}]"
+        elif node.target is operator.getitem and isinstance(source, fx.Node):
+            title = f"{titles[source.name]}[{_index_text(node.args[1])}]"
         else:
             what = _target_text(node).rstrip("_")
             title = f"{facts[node].owner}: {what}" if facts[node].owner else what
@@ -131,13 +134,28 @@ def _titles(module: fx.GraphModule, facts: Facts) -> dict[str, str]:
     return titles
 
 
-def _node_part(module: fx.GraphModule, facts: Facts, node: fx.Node) -> Part:
+def _index_text(index: Any) -> str:
+    """What stands between the brackets in Python: `:, None, 1:3`."""
+    if isinstance(index, slice):
+        ends = ["" if end is None else _index_text(end) for end in (index.start, index.stop)]
+        step = "" if index.step is None else f":{_index_text(index.step)}"
+        return ":".join(ends) + step
+    if isinstance(index, tuple):
+        return ", ".join(map(_index_text, index))
+    return "..." if index is Ellipsis else repr(index)
+
+
+def _node_part(
+    module: fx.GraphModule, facts: Facts, node: fx.Node, title: str, sizes: Mapping[str, int]
+) -> Part:
+    spec = facts[node].spec
+    if isinstance(spec, TensorSpec) and spec.symbols <= set(sizes):
+        spec = spec.bind(sizes)
+    made = str(spec) if isinstance(spec, TensorSpec) else ""
     called = _called_module(module, node)
-    spec = str(facts[node].spec) if isinstance(facts[node].spec, TensorSpec) else ""
-    if called is not None:
-        name, inner = called
-        return Part((name,), type(inner).__name__, _num_parameters(inner), spec=spec)
-    return Part((node.name,), _target_text(node), 0, spec=spec)
+    if called is None:
+        return Part((title,), "", 0, spec=made)
+    return Part((called[0],), type(called[1]).__name__, _num_parameters(called[1]), spec=made)
 
 
 def _module_parts(

@@ -14,7 +14,8 @@ def test_what_changes_column_has_a_letter():
     letters = give_letters(outline, {0: 0, 1: 0, 2: 1, 3: 1})
 
     assert letters.lines == (
-        "A   getitem  bool[batch, 1, 1, sequence] · 16 B, from stage 0 to stages 2–3",
+        "A   source_mask[:, None, None, :]  bool[batch, 1, 1, sequence] · 16 B, "
+        "from stage 0 to stages 2–3",
         "B   encoder.norm  float32[batch, sequence, 32] · 2.05 kB, from stage 1 to stage 3",
     )
     assert letters.sends == {0: ("sends A",), 1: ("sends B",)}

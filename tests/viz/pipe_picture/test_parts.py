@@ -9,7 +9,7 @@ from tests.viz.pipes import pipe_of
 
 
 def parts_of(stage: Stage, shortest_run: int | None):
-    return find_parts(stage.module, stage.facts, shortest_run=shortest_run)
+    return find_parts(stage.module, stage.facts, {}, shortest_run=shortest_run)
 
 
 class Block(nn.Module):
@@ -94,9 +94,29 @@ def test_every_node_is_a_part_on_request():
         "drop",
         "blocks.0",
     ]
-    assert parts[3].kind == "add"
     assert parts[3].reads == (1, 2)
-    assert parts[3].spec == "float32[batch, sequence, 32]"
+    assert parts[3].note == "float32[batch, sequence, 32]"
+
+
+def test_operations_are_named_as_people_write_them_with_sizes_that_are_known():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            x = self.linear(x) * mask[:, None, ..., 1:]
+            x += 1
+            return x
+
+    inputs = (torch.ones(2, 1, 4), torch.ones(2, 5))
+    pipe = pipeline(Net(), inputs, num_stages=1)
+    stage, sizes = pipe.stages[0], pipe.bind_inputs(inputs, {})
+
+    parts = find_parts(stage.module, stage.facts, sizes, shortest_run=None).parts
+
+    assert [part.title for part in parts] == ["linear", "mask[:, None, ..., 1:]", "mul", "add"]
+    assert parts[0].note == "Linear · float32[2, 1, 4] · 20"
 
 
 def test_values_are_followed_through_code():
@@ -144,4 +164,7 @@ def test_module_under_settings_is_a_part():
 def test_plain_fx_module_has_parts():
     module = fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
 
-    assert [part.title for part in find_parts(module, Facts(), shortest_run=3).parts] == ["0", "1"]
+    assert [part.title for part in find_parts(module, Facts(), {}, shortest_run=3).parts] == [
+        "0",
+        "1",
+    ]

@@ -92,8 +92,9 @@ class Board:
             return
         number = self._number
         for key in (self.key(f"failure/{number}"), self.key(f"failure/{number + 1}")):
-            if self.store.check([key]):
-                self._learn(Failure(**json.loads(self.store.get(key))), number)
+            if not self.store.check([key]):  # nobody writes the second before the first
+                return
+            self._learn(Failure(**json.loads(self.store.get(key))), number)
 
     def look_and_raise(self) -> None:
         """Raise a failure that is known; a store that is slow says nothing."""

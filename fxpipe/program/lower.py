@@ -21,9 +21,7 @@ the next operation of the pair on the receiving rank. Claim: transfer k is compl
 r(k), in time for its reader. Transfer k-1 is complete at r(k-1) by induction, and
 r(k-1) stands before operation k on the rank that received it: before t(k) if that rank
 sends k, before r(k) if it receives k. So at r(k) both halves are posted and the stream
-is free. For one stream per direction the same argument needs only the next *receive*
-from the same rank, which is what "latest" uses; its programs may stall on one
-stream per pair.
+is free.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from fxpipe.program.program import Program
 
 __all__ = ["Receives", "lower"]
 
-Receives = Literal["early", "late", "latest"]
+Receives = Literal["early", "late"]
 
 
 def lower(
@@ -74,7 +72,7 @@ def lower(
         receives: where receives stand. "early": as soon as the sender sends, so that the
             message finds its receiver ready. "late": just before the reader or the
             next message of the same pair of ranks, so that a buffer is held for
-            less time. "latest": later still, for one communicator per direction.
+            less time.
         fuse: let `fuse_backward` join halves of backwards first.
         keep_input_backward: stages whose model inputs need a gradient; see `fuse_backward`.
         reduce_grad: add REDUCE_GRAD after each stage's last weight gradient.
@@ -89,8 +87,7 @@ def lower(
             communicator per pair of ranks a message waits for those before it, so
             the order should be that in which they really become ready.
         streams: which messages of a rank share a queue where the program will run (see
-            `validate`). "early" suits all; by default "late" is for a queue per pair of
-            ranks and "latest" for one per direction.
+            `validate`). "early" suits all, "late" a queue per pair of ranks or per direction.
 
     Raises:
         ScheduleError: the program is not valid, is lowered already, a pair needs more
@@ -110,7 +107,7 @@ def lower(
         fused, order = _fused_and_ordered(program, edges, fuse, keep_input_backward, costs)
         ranks = _add_transfers(fused, edges, order)
         if receives != "early":
-            ranks = _delay_receives(fused, edges, ranks, receives)
+            ranks = _delay_receives(fused, edges, ranks)
         if reduce_grad:
             ranks = [
                 add_reductions(actions, program.placement.stages_of(rank))
@@ -137,9 +134,7 @@ def lower(
 def _check_streams(
     lowered: Program, edges: Edges, receives: Receives, streams: Streams | None
 ) -> None:
-    faults = find_faults(
-        lowered, edges, streams=streams or ("direction" if receives == "latest" else "pair")
-    )
+    faults = find_faults(lowered, edges, streams=streams or "pair")
     if not faults:
         return
     found = report(lowered.name, faults)
@@ -216,27 +211,25 @@ def _moves(program: Program, edges: Edges, lowered: list[list[Action]]) -> list[
 
 
 def _delay_receives(
-    program: Program, edges: Edges, ranks: list[list[Action]], receives: Receives
+    program: Program, edges: Edges, ranks: list[list[Action]]
 ) -> list[list[Action]]:
     numbering = Numbering(program.placement, edges, program.num_microbatches, lowered=True)
     rank_of = program.placement.stage_to_rank
-    sends_release = receives == "late"
     delayed: list[list[Action]] = []
     for actions in ranks:
         kept: list[Action] = []
-        # At most one receive per peer rank is on hold: the next one lets it go.
+        # At most one receive per peer rank is on hold: the next message lets it go.
         held: dict[int, tuple[int, Action]] = {}
         peer_of: dict[int, int] = {}
         for action in actions:
             kind, stage, microbatch, other, _ = action
             if other is not None and microbatch is not None:
                 peer = rank_of[other]
-                is_recv = kind.is_recv
-                if peer in held and (is_recv or sends_release):
+                if peer in held:
                     number, recv = held.pop(peer)
                     del peer_of[number]
                     kept.append(recv)
-                if is_recv:
+                if kind.is_recv:
                     number = numbering.carried[kind][stage][other] + microbatch
                     number += numbering.num_values
                     held[peer] = (number, action)

@@ -120,8 +120,7 @@ def late_receives(rank: int, schedule: str, receives: str, is_refused: bool) -> 
     [
         ("late", "rank", True),
         ("late", "pair", False),
-        ("latest", "pair", True),
-        ("latest", "direction", False),
+        ("late", "direction", False),
     ],
 )
 def test_receives_that_would_deadlock_are_refused(

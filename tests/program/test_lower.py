@@ -46,18 +46,6 @@ def test_late_receives_wait_for_their_reader_or_the_next_message_of_the_pair():
         rank 1: 1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
 
 
-def test_the_latest_receives_wait_for_their_reader_or_the_next_receive():
-    program = lower(ONE_F_ONE_B, receives="latest")
-
-    assert str(program) == dedent("""\
-        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0SEND_F2 0RECV_B1 0B1 0RECV_B2 0B2
-        rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2""")
-    # Fine with one communicator per direction, and a stall with one per pair of ranks.
-    validate(program, streams="direction")
-    with pytest.raises(ScheduleError, match="message order"):
-        validate(program)
-
-
 def test_moving_each_recv_to_its_reader_by_itself_stalls():
     # The tempting shortcut: what "late" would be without heeding the pair's other
     # messages. Both ranks then wait for the other one to receive first.
@@ -81,8 +69,6 @@ def test_every_schedule_and_option_gives_a_sound_program(name):
         assert is_sound(lowered, edges, "pair")
         assert is_sound(lowered, edges, "direction")
         assert lowered.name == program.name
-    latest = lower(program, receives="latest")
-    assert is_sound(latest, edges, "direction")
     assert str(program) == text
 
 
@@ -90,7 +76,7 @@ def test_every_schedule_and_option_gives_a_sound_program(name):
 def test_without_fusing_the_compute_actions_stay_as_they_are(name):
     program = programs()[name]
 
-    for receives in ("early", "late", "latest"):
+    for receives in ("early", "late"):
         lowered = lower(program, receives=receives, fuse=False)
         kept = [
             tuple(a for a in actions if a.kind.is_compute or a.parts) for actions in lowered.ranks
@@ -232,7 +218,6 @@ def test_any_program_on_any_graph_is_lowered_to_a_sound_one(seed):
         lowered = lower(program, edges, **options)
         assert is_sound(lowered, edges, "pair")
         assert is_sound(lowered, edges, "direction")
-    assert is_sound(lower(program, edges, receives="latest"), edges, "direction")
 
 
 @pytest.mark.parametrize("name", programs())
@@ -253,7 +238,6 @@ def test_every_schedule_copes_with_skips_and_edges_without_gradient(name):
     validate(program, edges)
     for receives in ("early", "late"):
         assert is_sound(lower(program, edges, receives=receives), edges, "pair")
-    assert is_sound(lower(program, edges, receives="latest"), edges, "direction")
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

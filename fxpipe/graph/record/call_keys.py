@@ -17,16 +17,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
+from fxpipe.graph.record.size_following import run_following
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sizes.symbols import flat
 from fxpipe.torch_inside import (
     FakeTensor,
     buffers_of,
-    following_sizes,
     memory_of,
     own_attributes,
     parameters_of,
@@ -51,11 +50,11 @@ class FunctionRuns:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key = self._key(func, args, kwargs, tensors)
         if key is None:
-            return _run(func, args, kwargs)
+            return run_following(func, args, kwargs)
         if key in self._known:
             return _made(self._known[key])
         versions = [version_of(tensor) for tensor in tensors]
-        output = _run(func, args, kwargs)
+        output = run_following(func, args, kwargs)
         if [version_of(tensor) for tensor in tensors] == versions and _is_new(output, tensors):
             self._known[key] = _described(output)
             return output if _is_flat(output) else _made(self._known[key])
@@ -67,42 +66,6 @@ class FunctionRuns:
             return None
         key = call_key(func, args, kwargs, by_identity=False)
         return None if key is None else (key, torch.get_default_dtype())
-
-
-def _batch_norm(
-    x: torch.Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None,
-    training: bool = False, *options: Any, **others: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Return what a batch norm returns; torch would compute it in some twenty steps.
-
-    That it changes its buffers is seen by no version of theirs, here as in torch.
-    """
-    state = [part for part in (mean, var, weight, bias) if part is not None]
-    if x.dim() < 2 or any(part.shape[0] != x.shape[1] for part in state):
-        return functional.batch_norm(x, mean, var, weight, bias, training, *options, **others)
-    made = torch.empty_like(x)
-    has_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in (x, *state))
-    return empty(made.shape, made.stride(), made.dtype, made.device, has_gradient)
-
-
-# Functions for which torch's C++ code fixes sizes that do not matter to them.
-_FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
-# Functions in whose place others run, that fix no sizes or are quicker.
-_FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict.fromkeys(
-        (torch.max_pool1d, functional.max_pool1d),
-        lambda *args, **kwargs: functional.max_pool1d_with_indices(*args, **kwargs)[0],
-    ),
-    functional.batch_norm: _batch_norm,
-}
-
-
-def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    func = _FOLLOWING.get(func, func)
-    if not any(word in getattr(func, "__name__", "") for word in _FIXING):
-        return func(*args, **kwargs)
-    with following_sizes():
-        return func(*args, **kwargs)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

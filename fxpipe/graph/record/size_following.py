@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch.nn import functional
 
@@ -25,10 +26,23 @@ _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
-    if not any(word in getattr(func, "__name__", "") for word in _FIXING):
+    name = getattr(func, "__name__", "")
+    if "conv" in name:
+        return _without_choice(func, args, kwargs)
+    if not any(word in name for word in _FIXING):
         return func(*args, **kwargs)
     with following_sizes():
         return func(*args, **kwargs)
+
+
+def _without_choice(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a function that chooses its kernel by sizes, which says nothing about the result."""
+    env = getattr(getattr(args[0], "fake_mode", None), "shape_env", None) if args else None
+    before = 0 if env is None else len(env.guards)
+    output = func(*args, **kwargs)
+    if env is not None:
+        env.guards[before:] = [g for g in env.guards[before:] if isinstance(g.expr, sympy.Eq)]
+    return output
 
 
 def _batch_norm(
@@ -63,6 +77,10 @@ def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -
     return _like(torch.where(mask, x, x), (x, source))
 
 
+def _complex(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one + other).to(one.dtype.to_complex())
+
+
 def _like(made: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a tensor that is computed from others."""
     has_gradient = torch.is_grad_enabled() and any(part.requires_grad for part in sources)
@@ -77,4 +95,5 @@ _FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = {
     **{one: _recurrent(one) for one in (torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **dict.fromkeys((torch.masked_scatter, torch.Tensor.masked_scatter), _masked_scatter),
     functional.batch_norm: _batch_norm,
+    **dict.fromkeys((torch.polar, torch.complex), _complex),
 }

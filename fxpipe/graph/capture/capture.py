@@ -304,22 +304,21 @@ def _follow_dtypes(
             why = f"with {text}, since code reads a dtype"
             try:
                 other = dataclasses.replace(settings, why=why)
-                found = runs[text] = run_once(task, other, training=training, cast=cast)
-                drop_certain(found)
+                runs[text] = run_once(task, other, training=training, cast=cast)
             except Exception as error:
                 _log.info("the model does not run with %s; its dtypes are fixed: %s", text, error)
                 runs[text] = None
         return runs[text]
 
-    drop_certain(traced)
     follow = dtypes_to_follow(traced)
     other = run_with(follow) if follow else None
-    for cast in dtypes_looked_at(traced, None if other is None else other.graph, follow):
-        found = run_with(cast)
+    for cast in (follow, *dtypes_looked_at(traced, None if other is None else other.graph, follow)):
+        found = run_with(cast) if cast else None
         if found is not None:
             let_look(traced, found.graph, cast)
     if other is not None and not link_dtypes(traced, other.graph, follow):
         _log.info("the model is another graph with other dtypes; its dtypes are fixed")
+    drop_certain(traced)
 
 
 def _check_refusals(*graphs: TracedGraph) -> None:

@@ -15,7 +15,7 @@ Out: the first graph, with a node in place of each constant that follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,9 @@ _LOOKED_AT = [
 
 def dtypes_to_follow(traced: TracedGraph) -> Cast:
     """Return the dtypes that opened code may have read off a tensor, and others to try."""
-    found: dict[torch.dtype, torch.dtype] = {}
+    certain = _checks(traced.graph, lambda check: _is_certain(traced, check))
+    seen = {dtype for check in certain for dtype in check.target.known}
+    found: dict[torch.dtype, torch.dtype] = {one: _OTHER[one] for one in seen & _OTHER.keys()}
     for node in traced.graph.nodes:
         read = traced.facts[node].dtypes_read
         for value in leaves_of((node.args, node.kwargs)) if read else ():
@@ -71,7 +73,7 @@ def dtypes_to_follow(traced: TracedGraph) -> Cast:
 
 def dtypes_looked_at(traced: TracedGraph, theirs: fx.Graph | None, cast: Cast) -> Iterator[Cast]:
     """Yield others to try of the dtypes that opened code has looked at, and that do not follow."""
-    checks = _checks(traced.graph)
+    checks = _checks(traced.graph, lambda check: not _is_certain(traced, check))
     if theirs is not None and _compares(traced.graph, theirs):
         followed = {source for *_, source in _changes(traced, theirs, cast)}
         checks = [check for check in checks if check.args[0] not in followed]
@@ -166,14 +168,25 @@ def _change(ours: Any, theirs: Any, cast: Cast) -> tuple[torch.dtype, str | None
 
 
 def drop_certain(traced: TracedGraph) -> None:
-    """Compare nothing that only a cast of the whole model can change."""
-    for check in _checks(traced.graph):
-        if keeps_parameter_dtype(traced.module, traced.facts, check.args[0]):
+    """Compare nothing that only a cast of the whole model can change, if one was tried."""
+    for check in _checks(traced.graph, lambda check: _is_certain(traced, check)):
+        (source,) = check.args
+        if len(check.target.known) > 1:
             traced.graph.erase_node(check)
+            if isinstance(source.target, TracedDtype):
+                traced.graph.erase_node(source)
 
 
-def _checks(graph: fx.Graph) -> list[Any]:
-    return [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
+def _is_certain(traced: TracedGraph, check: Any) -> bool:
+    """Say whether a check is of a value that has the dtype of the parameters."""
+    (node,) = check.args
+    is_state = isinstance(node.target, TracedDtype)
+    return is_state or keeps_parameter_dtype(traced.module, traced.facts, node)
+
+
+def _checks(graph: fx.Graph, is_wanted: Callable[[Any], bool] = bool) -> list[Any]:
+    found: list[Any] = [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
+    return [check for check in found if is_wanted(check)]
 
 
 def _following(

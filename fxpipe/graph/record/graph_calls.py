@@ -343,12 +343,13 @@ class AgreedDtype(GraphCall):
         super().__init__("agreed_dtype")
         self.known, self._place = frozenset([dtype]), place
 
-    def __call__(self, value: torch.Tensor) -> None:
-        if value.dtype not in self.known:
+    def __call__(self, value: torch.Tensor | torch.dtype) -> None:
+        dtype = value.dtype if isinstance(value, torch.Tensor) else value
+        if dtype not in self.known:
             known = " or ".join(sorted(map(str, self.known)))
             raise TraceError(
                 f"the model looks at the dtype of a value, and was traced where the one in\n"
-                f"  {self._place}: {self._place.source}\nis {known}; it is {value.dtype} now\n"
+                f"  {self._place}: {self._place.source}\nis {known}; it is {dtype} now\n"
                 "trace the model as it is run (under the same autocast, with inputs and parameters "
                 "of the same dtype), or keep this code inside a submodule that is not split"
             )
@@ -414,8 +415,8 @@ class AgreedSizes(GraphCall):
         found = [list(leaf.shape) for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
         if found != [list(shape) for shape in expected]:
             raise InputError(
-                "a size depends on values of the inputs, and later stages rely on how it was "
-                f"traced:\n  {self._place}: {self._place.source}\nshould be of size "
+                "a size depends on values or sizes of the inputs, and later stages rely on how it "
+                f"was traced:\n  {self._place}: {self._place.source}\nshould be of size "
                 f"{_text(expected)}, and is of size {_text(found)}\n{_ADVICE}"
             )
 

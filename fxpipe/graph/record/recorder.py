@@ -49,6 +49,7 @@ from fxpipe.graph.record.graph_calls import (
     Observed,
     Refusal,
     Scripted,
+    TracedDtype,
     function_modes,
 )
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns, run_operation
@@ -70,6 +71,7 @@ from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import Seer, observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.graph.source_line import (
+    Place,
     a_decisive_draw,
     a_draw,
     a_value_decides,
@@ -115,6 +117,7 @@ class Trace(TorchFunctionMode, Seer):
         self._chance = Chance()
         self._watch = StateWatch(module, opened, state)
         self._refused: set[str] = set()
+        self._dtypes_of_state: set[tuple[Place, torch.dtype]] = set()
         self.carried: list[Carried] = []
         self.wanted: set[str] = set()
         self.called: set[str] = set()
@@ -526,12 +529,12 @@ class Trace(TorchFunctionMode, Seer):
         The second result says whether the sizes of the output are the example's.
         """
         try:
+            met = self._sizes.met()
             output = self._run(func, args, kwargs, real)
+            is_decided = self._sizes.is_decided_since(met)
             if self._example is None or not has_unbacked(output, self._sizes.env):
                 return output, is_decided
-            met = self._sizes.met()
             with suppress(NoValueError):
-            is_decided = self._sizes.is_decided_since(met)
                 return self._agreed_sizes(func, args, kwargs), True
             return output, False
         except ValueDecidesError:
@@ -603,14 +606,23 @@ class Trace(TorchFunctionMode, Seer):
         )
 
     def _dtype_read(self, tensor: torch.Tensor) -> None:
-        if self._names.is_state(tensor):
-            self._surroundings.dtype_read(tensor.dtype, None)
-        elif self.tape.knows(tensor):
+        node: fx.Node | None = None
+        is_state = self._names.is_state(tensor)
+        if not is_state and not self.tape.knows(tensor):
+            return
+        if not is_state:
             node = self.tape.node_of(tensor)
-            self._surroundings.dtype_read(tensor.dtype, node)
-            if tensor.is_floating_point() and is_users(sys._getframe(2).f_code.co_filename):
-                check = AgreedDtype(tensor.dtype, user_frame())
-                self.tape.write("call_function", check, (node,), {})
+        self._surroundings.dtype_read(tensor.dtype, node)
+        place = user_frame()
+        if not tensor.is_floating_point() or not is_users(sys._getframe(2).f_code.co_filename):
+            return
+        if node is None:
+            if (place, tensor.dtype) in self._dtypes_of_state:
+                return
+            self._dtypes_of_state.add((place, tensor.dtype))
+            node = self.tape.write("call_function", TracedDtype(tensor.dtype, None), (), {})
+            self.tape.facts.learn(node, spec=tensor.dtype)
+        self.tape.write("call_function", AgreedDtype(tensor.dtype, place), (node,), {})
 
     # -- splits
 

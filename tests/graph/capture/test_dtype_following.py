@@ -168,3 +168,41 @@ def test_looking_without_deciding_is_no_reason_to_refuse() -> None:
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(pipe(x), model(x))
+
+
+class Branches(Net):
+    """Code that goes another way in another precision, by what it looks at."""
+
+    def __init__(self, look: str) -> None:
+        super().__init__()
+        self.scale, self.look = nn.Parameter(torch.ones(8)), look
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        x = self.embed(ids)
+        dtype = {
+            "embeddings": lambda: x.dtype,
+            "what is computed from them": lambda: (x + 1).dtype,
+            "a parameter": lambda: self.scale.dtype,
+            "the first parameter": lambda: next(self.parameters()).dtype,
+            "a part's": lambda: self.b.weight.dtype,
+        }[self.look]()
+        x = x * 2 if dtype == torch.float32 else x * 3
+        x = self.a(x)
+        pipe_split()
+        return (self.b(x * self.scale),)
+
+
+@pytest.mark.parametrize(
+    "look",
+    ["embeddings", "what is computed from them", "a parameter", "the first parameter", "a part's"],
+)
+def test_a_cast_that_leads_another_way_is_refused(look: str) -> None:
+    # Dtypes that only a cast of the whole model changes were not compared: the stages went on
+    # the way of the old precision.
+    pipe = pipeline(Branches(look), (IDS,))
+    pipe(IDS)
+    for stage in pipe.stages:
+        stage.module.bfloat16()
+
+    with pytest.raises(TraceError, match="looks at the dtype of a value"):
+        pipe(IDS)

@@ -17,7 +17,7 @@ Depth = Literal["stages", "blocks", "nodes"]
 trace_examples = examples(
     "fxpipe trace gpt --stages 4",
     "fxpipe trace 'gpt?layers=8' --split blocks.4 --code",
-    "fxpipe trace 'hf:llama?num_hidden_layers=80' --stages 8 --seq 4096 --json",
+    "fxpipe trace 'hf:llama?num_hidden_layers=80' --stages 8 --seq 2048 --json",
 )
 draw_examples = examples(
     "fxpipe draw gpt --stages 4 --out gpt.svg",

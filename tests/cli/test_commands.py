@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from fxpipe.cli import app
 from fxpipe.cli.schedule import app as schedule_app
 from fxpipe.errors import FxpipeError
+from fxpipe.program.generators import get_schedule
 from tests.cli.run import fails, fxpipe
 
 COMMANDS = [
@@ -52,6 +53,48 @@ def test_help_ends_with_examples_that_the_command_accepts(command: tuple[str, ..
         assert own[: len(command)] == list(command)
         # Reading the arguments raises if an option or a value is not known.
         found.make_context(command[-1], own[len(command) :])
+
+
+EXAMPLES = [
+    line.strip()
+    for command in COMMANDS
+    for line in str(_command(command).epilog).partition("Examples:\n")[2].split("\n")
+]
+ON_RANKS = ("fxpipe demo", "fxpipe doctor", "fxpipe train", "torchrun")
+MINE = """
+import torch
+
+def batches(batch_size):
+    ids = torch.arange(8 * batch_size).view(batch_size, 8) % 64
+    yield ids, ids
+"""
+
+
+@pytest.fixture
+def folder_of_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own schedule and own data, as the examples name them."""
+    monkeypatch.chdir(tmp_path)
+    program = get_schedule("1F1B")(num_ranks=4, num_stages=4, num_microbatches=8)
+    for name in ("mine.csv", "my_schedule.csv"):
+        Path(name).write_text(program.to_csv())
+    Path("mine.py").write_text(MINE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if not line.startswith(ON_RANKS)])
+def test_every_example_of_the_help_runs(line: str, folder_of_mine: Path) -> None:
+    words, _, given = line.partition("<")
+
+    fxpipe(*shlex.split(words)[1:], text=Path(given.strip()).read_text() if given else None)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", [line for line in EXAMPLES if line.startswith(ON_RANKS)])
+def test_every_example_on_ranks_runs(line: str, folder_of_mine: Path) -> None:
+    module = "torch.distributed.run" if line.startswith("torchrun") else "fxpipe"
+
+    subprocess.run([sys.executable, "-m", module, *shlex.split(line)[1:]], check=True)
 
 
 def test_help_of_all_commands_is_one_line_each() -> None:

@@ -51,8 +51,8 @@ def test_train_hf_goes_on_exports_and_generates(tmp_path: Path) -> None:
     example = ROOT / "examples" / "train_hf.py"
     said = on_ranks(tmp_path, 2, example, "--steps", "2")
     assert "the exported model generates the same: True" in said
-    said = on_ranks(tmp_path, 1, example, "--steps", "3")
-    assert said.count("loss on other text") == 1
+    said = on_ranks(tmp_path, 4, example, "--steps", "3")
+    assert said.count("loss on other text") == 4
     assert "the exported model generates the same: True" in said
 
 

@@ -189,6 +189,9 @@ def plan(
     tried = _tried(module, ranks, args) if on_meta else {}
     chosen: dict[str, Any] = {"checkpointing": [part.strip() for part in checkpointing.split(",")]}
     chosen |= {name: _choice(name, text, tried.get(name)) for name, text in asked.items()}
+    for path in (save, report, what_if_picture):
+        if path is not None:
+            writable(path)  # said before the plan is made, not after
     measured = None
     if profiled:
         with _bar("measuring") as tell:
@@ -214,9 +217,9 @@ def plan(
             progress=tell,
             **chosen,
         )
-    written = [] if save is None else [found.save(writable(save))]
+    written = [] if save is None else [found.save(save)]
     if report is not None:
-        written.append(found.report(writable(report)))
+        written.append(found.report(report))
     if as_json:
         print_json(_json(found, model, top, written))
         return
@@ -227,7 +230,7 @@ def plan(
         rows = ask(found)
         typer.echo("\n" + "\n".join(aligned(what_if_rows(rows), left=(0, 4))))
         if what_if_picture is not None:
-            written.append(draw_what_if(rows, writable(what_if_picture)))
+            written.append(draw_what_if(rows, what_if_picture))
     for path in written:
         typer.echo(f"wrote {path}")
 

@@ -234,7 +234,15 @@ def test_tables_fit_a_terminal_of_sixty_columns_and_lose_nothing(arguments: str)
 
 @pytest.mark.parametrize(
     "arguments",
-    ["draw gpt --stages 2 --out", "simulate 1F1B --out", "report --ranks 2 --out"],
+    [
+        "draw gpt --stages 2 --out",
+        "simulate 1F1B --out",
+        "report --ranks 2 --out",
+        "plan gpt -p 2 --batch-size 8 --report",
+        "plan gpt -p 2 --batch-size 8 --what-if-picture",
+        "train gpt --local --timeline",
+        "demo --out",
+    ],
 )
 def test_output_that_cannot_be_written_is_one_message(arguments: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

@@ -8,7 +8,9 @@ call has one deadline, and ranks that make different calls are told so.
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +37,7 @@ from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
+from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun, bits_of, number_of
 from fxpipe.runtime.wire.failure import Deadline, described, note, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
@@ -45,16 +47,45 @@ from fxpipe.runtime.wire.transport import (
     TransportError,
 )
 
-__all__ = ["Session"]
+__all__ = ["Newcomer", "Session"]
 
 MAX_PLANS = 64
+
+
+_NEW: list[weakref.ref[Newcomer]] = []
+
+
+class Newcomer:
+    """A schedule that has not run yet. Ranks tell such schedules apart by their order."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        _NEW.append(weakref.ref(self))
+
+    def place(self) -> int:
+        """Which of the new schedules of its group this is, from 1 on."""
+        if len(_NEW) > 1:
+            gc.collect()  # what nobody can use any more must not count on some ranks only
+            _NEW[:] = [ref for ref in _NEW if ref() is not None]
+        group, found = resolve_group(self._group), [ref() for ref in _NEW]
+        mine = [one for one in found if one and resolve_group(one._group) is group]
+        return mine.index(self) + 1
+
+    def leave(self) -> None:
+        _NEW[:] = [ref for ref in _NEW if ref() not in (None, self)]
 
 
 class Session:
     """The stages of this process and everything they need to run together."""
 
     def __init__(
-        self, stages: Sequence[Stage], group: Any, program: Program, options: Options, hooks: Hooks
+        self,
+        stages: Sequence[Stage],
+        group: Any,
+        program: Program,
+        options: Options,
+        hooks: Hooks,
+        newcomer: Newcomer,
     ) -> None:
         self.stages = {stage.stage_index: stage for stage in stages}
         self.group = resolve_group(group)
@@ -70,7 +101,8 @@ class Session:
         self.plan: StepPlan | None = None
         self.run: StepRun | None = None  # while it runs
         self._running: StepPlan | None = None
-        self._number = 0
+        self._number = 0  # of a schedule that all ranks have made a plan for
+        self._newcomer = newcomer
         self._busy = threading.Lock()
         self._control: Control | None = None
         self._transports: Mapping[int, Transport] = {}
@@ -115,7 +147,8 @@ class Session:
                 else:
                     control = control_of(self.group, deadline)
                 self._control = control
-            with control.call(name, self._number, deadline, self._status):
+            number = self._number or (0 if self.is_local else -self._newcomer.place())
+            with control.call(name, number, deadline, self._status):
                 yield control
         finally:
             self._running = self.run = None
@@ -222,9 +255,15 @@ class Session:
         except BaseException as error:
             problem = error
         advance = self._copies.advance(self.state.epoch)
-        vectors = control.exchange([problem is not None, key, self.records_spans, advance])
+        mine = [problem is not None, key, self.records_spans, advance, bits_of(self.grad_scale)]
+        vectors = control.exchange(mine)
         if any(v[0] for v in vectors):
             agree(control, problem)
+        scales = [number_of(v[4]) for v in vectors]
+        if len(set(scales)) > 1:
+            with control.alike():
+                shown = ", ".join(f"{scale:g} on rank {rank}" for rank, scale in enumerate(scales))
+                raise InputError(f"grad_scale must be the same on all ranks, but is {shown}")
         self._copies.check([v[3] for v in vectors], control)
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
@@ -267,12 +306,15 @@ class Session:
             check_pipelines([one["pipeline"] for one in said])
             raise_problems([one["problem"] for one in said], problem)
         self._connect(control)
+        is_replaced = any(one["ties"] for one in said)
+        if is_replaced and self._number:
+            self._copies.compare(maker.tied, control)
         plan = maker.make(
             [one["brief"] for one in said],
             chunks,
             control,
             self._transports,
-            broadcasts_tied=any(one["ties"] for one in said),
+            broadcasts_tied=is_replaced and not self._number,
         )
         self._tied_epoch = self.state.epoch
         self._plans[tuple(one["key"] for one in said)] = plan
@@ -280,6 +322,7 @@ class Session:
             self._plans.popitem(last=False)
         if not self._number:
             self._number = 1
+            self._newcomer.leave()
             if isinstance(control, GroupControl):
                 control.schedules += 1
                 self._number = control.schedules

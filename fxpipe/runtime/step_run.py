@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.microbatch import merge_chunks, split_target
@@ -39,7 +40,7 @@ from fxpipe.runtime.wire.transport import Transport, TransportError
 if TYPE_CHECKING:
     from fxpipe.runtime.session import Session
 
-__all__ = ["BatchWeightError", "Outcome", "StepRun"]
+__all__ = ["BatchWeightError", "Outcome", "StepRun", "bits_of", "number_of"]
 
 
 class BatchWeightError(Exception):
@@ -158,10 +159,16 @@ class StepRun:
             apart = [p for g in groups for some in g.parameters.values() for p in some]
         ids = {id(p) for p in apart}
         kept = [p for p in parameters if id(p) not in ids] if ids else parameters
-        self._rollback = Rollback(kept, state.modules, self.session.changing)
+        modules = [*state.modules, *self._loss_modules()]
+        self._rollback = Rollback(kept, modules, self.session.changing)
         if self.trains:
             self._stash = ties.GradStash(apart)
             self._replicas.begin(self._stash.earlier)
+
+    def _loss_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        loss_fn = self.session.options.loss_fn
+        if isinstance(loss_fn, nn.Module) and self.session.has_last_stage:
+            yield from loss_fn.named_modules(prefix="loss_fn")
 
     def _commit(self, scale: Scale) -> None:
         if self._stash is not None:
@@ -329,7 +336,7 @@ class StepRun:
         number = self._weight if isinstance(self._weight, float) else 0.0
         weighted = 0 if self._weight is None else 2 if stays else 1
         flags = (failure is not None, weighted, bool(self.step.aux))
-        vectors = self.control.exchange([*map(int, flags), _bits(number)])
+        vectors = self.control.exchange([*map(int, flags), bits_of(number)])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
             known = self.control.settled()
@@ -359,7 +366,7 @@ class StepRun:
                 return torch.where(on_device != 0, 1.0 / on_device, torch.zeros_like(on_device))
             total = float(on_device) or math.inf
         else:
-            total = sum(_number(v[3]) for v in summed) or math.inf
+            total = sum(number_of(v[3]) for v in summed) or math.inf
         if total == assumed or math.isnan(assumed):
             return None
         if must_be_known:
@@ -420,9 +427,10 @@ def _weighted(totals: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     return torch.stack([one * weight for one, weight in zip(totals, weights, strict=True)]).sum()
 
 
-def _bits(value: float) -> int:
+def bits_of(value: float) -> int:
+    """A number as a whole number that ranks can exchange."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _number(bits: int) -> float:
+def number_of(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])

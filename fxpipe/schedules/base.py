@@ -31,8 +31,8 @@ from fxpipe.runtime.agree.arguments import (
 )
 from fxpipe.runtime.agree.request import Call, Options
 from fxpipe.runtime.norms import clip
-from fxpipe.runtime.session import Session
-from fxpipe.runtime.share import share
+from fxpipe.runtime.session import Newcomer, Session
+from fxpipe.runtime.share import check_alike, share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules.overrides import FIXED, check_overrides
@@ -116,6 +116,7 @@ class Schedule:
         )
         self._program: Program | None = None
         self._made_session: Session | None = None
+        self._newcomer = Newcomer(self._stages[0].group)
         if self._has_program():
             self._program = self._begin()
         for stage in self._stages:
@@ -157,8 +158,9 @@ class Schedule:
             if group is None and not torch.distributed.is_initialized():
                 group = LocalGroup(program.num_ranks)
             self._made_session = Session(
-                running_stages(self._stages), group, program, self._options, self._hooks
-            )
+                running_stages(self._stages), group, program, self._options, self._hooks,
+                self._newcomer,
+            )  # fmt: skip
         return self._made_session
 
     @property
@@ -272,6 +274,12 @@ class Schedule:
     def share(self, call: str, value: Any, *, default: Any = ...) -> Any:
         """What the rank that knows it says, on every rank. Call it on every rank."""
         return share(self._session, call, value, default)
+
+    def check_alike(
+        self, call: str, what: str, value: Any, problem: BaseException | None = None
+    ) -> None:
+        """Raise on all ranks if they have different values. Call it on every rank."""
+        check_alike(self._session, call, what, value, problem)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from fxpipe.errors import InputError
 from fxpipe.graph.pipe import pipeline
 from fxpipe.program.generators import get_schedule
+from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.schedules import Schedule, get_schedule_class
 from fxpipe.stage import PipelineStage
@@ -149,19 +150,30 @@ class Pipeline:
         """Train on several batches as on one: the mean of their losses and gradients.
 
         Each batch is `(inputs, target)`; inputs are a tensor, a tuple, or a dict of keywords.
-        Replicas average once, at the last batch.
+        Replicas average once, at the last batch. If one batch fails, gradients are as before.
         """
         begin = time.perf_counter()
-        every = list(batches)
+        every, problem = [], None
+        try:
+            every = list(batches)
+            if not every:
+                raise InputError("accumulate() was given no batch")
+        except BaseException as error:
+            problem = error
+        self.schedule.check_alike("accumulate", "the number of batches", len(every), problem)
         losses = []
         scale = self.schedule.grad_scale
         self.schedule.grad_scale = scale / len(every)
+        before = Rollback(self.parameters(), (), ChangingBuffers())
         try:
             for number, (inputs, target) in enumerate(every):
                 args, kwargs = _arguments(inputs)
                 with self._no_sync(number < len(every) - 1):
                     self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
                 losses.append(self.schedule.shared_loss())
+        except BaseException:
+            before.undo()
+            raise
         finally:
             self.schedule.grad_scale = scale
         return self._told(torch.stack(losses).mean(), begin)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.runtime.control.control import agree
 from fxpipe.training.state import HasStages
 from fxpipe.training.together import together
 
@@ -35,16 +36,23 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and learn whether any rank found an overflow."""
-        super().unscale_(optimizer)
         if not self.is_enabled():
             return
-        found: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)][
-            "found_inf_per_device"
-        ]
-        mine = any(bool(value) for value in found.values())
         source: HasStages = self._schedule
+        found: dict[Any, torch.Tensor] = {}
+        problem: BaseException | None = None
         with together("scaler", source, default_alone=False) as control:
-            anywhere = any(row[0] for row in control.exchange([mine]))
+            control.exchange([])  # ranks that make another call: nothing has been divided yet
+            try:
+                super().unscale_(optimizer)
+                found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            except BaseException as error:
+                problem = error
+            overflows = any(bool(value) for value in found.values())
+            rows = control.exchange([problem is not None, overflows])
+            if any(row[0] for row in rows):
+                agree(control, problem)
+        anywhere = any(row[1] for row in rows)
         device = torch.device(self._device)
         found.setdefault(device, torch.zeros((), device=device))
         for value in found.values():

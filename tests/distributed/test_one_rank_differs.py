@@ -6,7 +6,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe import (
     FxpipeError,
+    Pipeline,
     RemoteStageError,
     Schedule1F1B,
     TensorChunkSpec,
@@ -103,8 +104,7 @@ def tied_copy_on_meta(rank: int, modules: list[nn.Module]) -> Any:
     odd = blocks(2)
     if rank:
         odd[1].to("meta")
-    tied = [[(0, "linear.weight"), (1, "linear.weight")]]
-    made = schedule(rank, odd, tied=tied)
+    made = schedule(rank, odd, tied=TIED)
     return whole, lambda: made.step(X, target=Y), "is_meta"
 
 
@@ -162,7 +162,107 @@ def gradient_that_does_not_fit(rank: int, modules: list[nn.Module]) -> Any:
     return made, step, "dtype"
 
 
+TIED = [[(0, "linear.weight"), (1, "linear.weight")]]
+
+
+def tied_copy_assigned_on_one_rank(rank: int, modules: list[nn.Module]) -> Any:
+    odd = blocks(2)
+    made = schedule(rank, odd, tied=TIED)
+    made.step(X, target=Y)
+    if rank:  # the owner's values would take the place of what was loaded
+        state = {name: torch.full_like(v, 7.0) for name, v in odd[1].state_dict().items()}
+        odd[1].load_state_dict(state, assign=True)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "have different values"
+
+
+def tied_copy_changed_without_a_version(rank: int, modules: list[nn.Module]) -> Any:
+    odd = blocks(2)
+    made = schedule(rank, odd, tied=TIED)
+    made.step(X, target=Y)
+    if rank:
+        odd[1].linear.weight.data.add_(1.0)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "have different values"
+
+
+def tied_copy_with_another_learning_rate(rank: int, modules: list[nn.Module]) -> Any:
+    odd = blocks(2)
+    made = schedule(rank, odd, tied=TIED)
+    made.step(X, target=Y)
+    torch.optim.SGD(odd[rank].parameters(), 0.1 * (rank + 1)).step()
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "learning rate"
+
+
+def gradients_scaled_on_one_rank(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+
+    def step() -> None:
+        made.grad_scale = 4.0 if rank else 1.0
+        try:
+            made.step(X, target=Y)
+        finally:
+            made.grad_scale = 1.0
+
+    return made, step, "grad_scale must be the same on all ranks, but is 1 on rank 0, 4 on rank 1"
+
+
+def loss_everywhere_but_at_the_last_stage(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, blocks(2), loss_fn=None if rank else mse)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "has no loss_fn, but rank 0 has"
+
+
+def new_schedules_in_another_order(rank: int, modules: list[nn.Module]) -> Any:
+    pair = [schedule(rank, modules), schedule(rank, blocks(2))]
+    words = "rank 0 calls step.. of its new schedule 1, rank 1 calls step.. of its new schedule 2"
+    return pair[0], lambda: pair[rank].step(X, target=Y), words
+
+
+def weight_that_has_a_gradient(rank: int, modules: list[nn.Module]) -> Any:
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return mse(output, target), output.abs().sum()
+
+    made = schedule(rank, modules, loss_fn=loss)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "only the sum is differentiated"
+
+
+def losses_of_two_kinds(rank: int, modules: list[nn.Module]) -> Any:
+    count = iter(range(100))
+
+    def loss(output: Tensor, target: Tensor) -> Any:
+        return mse(output, target) if next(count) % 2 else (mse(output, target), 1.0)
+
+    made = schedule(rank, modules, loss_fn=loss)
+    return schedule(rank, modules), lambda: made.step(X, target=Y), "return one kind"
+
+
+def unequal_numbers_of_batches(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    batches = [(X, Y)] * (2 + rank)
+    words = "the number of batches to be the same on all ranks, got 2 on rank 0, 3 on rank 1"
+    return made, lambda: Pipeline(made).accumulate(batches), words
+
+
+def batches_that_cannot_be_read(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        yield X, Y
+        if rank:
+            raise OSError("the disk is gone")
+
+    return made, lambda: Pipeline(made).accumulate(batches()), "the disk is gone"
+
+
 CAUSES = [
+    tied_copy_assigned_on_one_rank,
+    tied_copy_changed_without_a_version,
+    tied_copy_with_another_learning_rate,
+    gradients_scaled_on_one_rank,
+    loss_everywhere_but_at_the_last_stage,
+    new_schedules_in_another_order,
+    weight_that_has_a_gradient,
+    losses_of_two_kinds,
+    unequal_numbers_of_batches,
+    batches_that_cannot_be_read,
     tied_copy_changed_on_one_rank,
     module_that_is_none,
     gradient_that_does_not_fit,
@@ -375,3 +475,33 @@ def give_up_alone(rank: int) -> None:
 def test_a_new_schedule_meets_anew_on_all_ranks() -> None:
     # Rank 1 did not know yet that rank 0 had given up, and rank 0 waited for it.
     run_on_ranks(2, give_up_alone)
+
+
+class Turned(nn.Module):
+    """Complex numbers whose sign of the imaginary part is a flag, forwards and backwards."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(rand(8, 8, seed=place).to(torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.conj()).conj()
+
+
+def conjugated(rank: int, rows: int) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse(torch.view_as_real(output.resolve_conj()), target)
+
+    modules = [Turned(0), Turned(1)]
+    x, y = rand(4 * rows, 8).to(torch.complex128) * (1 + 2j), rand(4 * rows, 8, 2, seed=2)
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=loss, timeout=PATIENCE)
+    made.step(x, target=y)
+    found = modules[rank].weight.grad
+    plain = [Turned(0), Turned(1)]
+    loss(plain[1](plain[0](x)), y).backward()
+    torch.testing.assert_close(found, plain[rank].weight.grad)
+
+
+@pytest.mark.parametrize("rows", [2, 20_000])  # over a socket, and by gloo
+def test_numbers_that_are_conjugated_by_a_flag_travel(rows: int) -> None:
+    run_on_ranks(2, conjugated, rows)

@@ -19,6 +19,7 @@ from fxpipe import (
     ScheduleError,
     ScheduleFromProgram,
     ScheduleGPipe,
+    ScheduleInterleaved1F1B,
     ScheduleZBH1,
 )
 from fxpipe.program.generators import forward_only_on, get_schedule
@@ -363,3 +364,45 @@ def test_gradients_of_the_loss_and_the_target_are_put_back() -> None:
     remove()
     made.step(X, target=target)
     torch.testing.assert_close(loss.scale.grad, 2 * before[0])
+
+
+class CountingLoss(nn.Module):
+    """Counts its calls in a buffer, and fails at one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 6:
+            raise ValueError("bad target")
+        return F.mse_loss(output, target)
+
+
+def test_the_buffers_of_a_loss_are_put_back() -> None:
+    loss = CountingLoss()
+    made = schedule_of(parts(), loss_fn=loss)
+    made.step(X, target=Y)
+
+    with pytest.raises(ValueError, match="bad target"):
+        made.step(X, target=Y)
+
+    assert float(loss.count) == 4.0
+
+
+def test_tied_copies_of_one_rank_are_compared_too() -> None:
+    modules = parts()
+    tied = [[(0, "linear.weight"), (1, "linear.weight")]]
+    modules[1].linear.weight.requires_grad_(False)
+    stages = [PipelineStage(m, i, 2, "cpu", group=LocalGroup(1)) for i, m in enumerate(modules)]
+    made = ScheduleInterleaved1F1B(stages, 4, loss_fn=F.mse_loss, tied=tied)
+
+    with pytest.raises(InputError, match="True on rank 0, False on rank 0"):
+        made.step(X, target=Y)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), "5", True])
+def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
+    with pytest.raises(InputError, match="timeout must be a positive number of seconds"):
+        schedule_of(parts(), timeout=timeout)

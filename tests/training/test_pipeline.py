@@ -14,6 +14,7 @@ from fxpipe import (
     InputError,
     LocalGroup,
     Pipeline,
+    PipeliningShapeError,
     ProgressBar,
     aux_loss,
     causal_lm_loss,
@@ -64,6 +65,21 @@ def test_accumulated_batches_have_the_gradients_of_one(kind: str) -> None:
     for p, grad in zip(pipe.parameters(), wanted, strict=True):
         torch.testing.assert_close(p.grad, 2 * grad)
     assert pipe.num_steps == 2
+
+
+def test_a_batch_that_fails_takes_back_those_before_it() -> None:
+    pipe = built(model()).eval()
+    x, y = rand(4, 8), rand(4, 4, seed=2)
+    pipe.step(x, target=y)
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+
+    with pytest.raises(PipeliningShapeError):
+        pipe.accumulate([(x, y), (x[:, :3], y)])
+    with pytest.raises(InputError, match="no batch"):
+        pipe.accumulate([])
+
+    for p, grad in zip(pipe.parameters(), before, strict=True):
+        torch.testing.assert_close(p.grad, grad)
 
 
 def test_all_stages_change_their_mode_and_evaluation_puts_it_back() -> None:

@@ -131,11 +131,15 @@ def measured_timeline(num_ranks: int, spans: Sequence[Span]) -> Timeline:
     return Timeline(num_ranks, tuple(moved), ((),) * num_ranks, ())
 
 
+_YEAR = 366.0 * 24 * 3600
+
+
 def timeout_seconds(timeout: float | None) -> float:
     if timeout is None:
         timeout = float(os.environ.get("FXPIPE_TIMEOUT", "1800"))
-    if timeout <= 0:
-        raise InputError(f"timeout must be a positive number of seconds, got {timeout}")
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout < _YEAR:  # also for nan
+        raise InputError(f"timeout must be a positive number of seconds, got {timeout!r}")
     return timeout
 
 

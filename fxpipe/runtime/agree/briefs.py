@@ -20,7 +20,7 @@ from fxpipe.runtime.stage.boundary import Skeleton
 from fxpipe.runtime.stage.stage_kind import Front
 
 __all__ = [
-    "Brief", "Route", "StageFacts", "agreed_routes", "agreed_rows", "check_names",
+    "Brief", "Route", "StageFacts", "agreed_routes", "agreed_rows", "check_loss", "check_names",
     "check_pipelines", "check_tied",
 ]  # fmt: skip
 
@@ -42,6 +42,8 @@ class Brief(NamedTuple):
     """All that the other ranks must know of one; plain data."""
 
     has_loss: bool
+    """Whether it has the last stage and a loss function for it."""
+    has_loss_fn: bool
     rows: tuple[int, ...] | None
     given: Sequence[str]
     """Names of its keyword inputs."""
@@ -118,14 +120,23 @@ def check_names(briefs: Sequence[Brief]) -> None:
         )
 
 
+def check_loss(briefs: Sequence[Brief]) -> None:
+    """Refuse a loss function that is missing where it would be called."""
+    having = [rank for rank, brief in enumerate(briefs) if brief.has_loss_fn]
+    if having and not any(brief.has_loss for brief in briefs):
+        raise InputError(
+            f"the rank of the last stage has no loss_fn, but rank {having[0]} has one: step() "
+            "would give no gradients; give the schedule the same loss_fn on all ranks"
+        )
+
+
 def check_tied(briefs: Sequence[Brief], tied: Sequence[TiedGroup]) -> None:
     """Refuse copies of a tied parameter that are not alike."""
     for place, group in enumerate(tied):
         copies = [copy for brief in briefs for copy in brief.tied[place]]
         for what, at in (("requires_grad", 1), ("dtype", 2), ("shape", 3), ("is_meta", 4)):
-            values = {copy[0]: copy[at] for copy in copies}
-            if len(set(values.values())) > 1:
-                shown = ", ".join(f"{v} on rank {r}" for r, v in sorted(values.items()))
+            if len({copy[at] for copy in copies}) > 1:
+                shown = ", ".join(f"{copy[at]} on rank {copy[0]}" for copy in copies)
                 raise InputError(
                     f"the copies of the tied parameter {group.name!r} differ in {what}: "
                     f"{shown}; freeze, cast or replace all of them alike"

@@ -29,6 +29,7 @@ from fxpipe.runtime.agree.briefs import (
     StageFacts,
     agreed_routes,
     agreed_rows,
+    check_loss,
     check_names,
     check_tied,
 )
@@ -114,6 +115,7 @@ class PlanMaker:
         return Brief(
             has_loss=self.program.num_stages - 1 in self.stages
             and self.options.loss_fn is not None,
+            has_loss_fn=self.options.loss_fn is not None,
             rows=chunks.rows,
             given=given,
             spec=[str(name) for name in self.options.kwargs_chunk_spec or ()],
@@ -211,6 +213,8 @@ class PlanMaker:
             rows = agreed_rows(briefs, 0 if len(briefs) == 1 else self.rank_of[0])
             routes = agreed_routes(briefs, self.front, self.rank_of)
             check_names(briefs)
+            if self.call.training:
+                check_loss(briefs)
             check_tied(briefs, self.tied)
             keys = self.front.agree_sizes([brief.sizes for brief in briefs])
         merged = {i: found for brief in briefs for i, found in brief.stages.items()}

@@ -22,6 +22,7 @@ __all__ = ["CALLS", "Control", "agree"]
 CALLS = (
     *("nothing", "step", "eval", "clip_grad_norm_"),
     *("save_checkpoint", "load_checkpoint", "save_weights", "shared_loss", "generate", "scaler"),
+    "accumulate",
 )
 """What all ranks must call together. The place of a name is its number in messages."""
 

@@ -24,7 +24,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from fxpipe.torch_inside import gather_options
 __all__ = ["GroupControl", "control_of"]
 
 _LOG = logging.getLogger(__name__)
-_WIDTH = 8  # numbers of an exchange
+_WIDTH = 9  # numbers of an exchange
 _HEADER = 4  # of them: call, schedule, phase, number of the exchange
 _BLOCK = 4096  # bytes of what a rank says in a gathering, if that is enough
 _FEW = 8  # ranks that exchange by telling each other; more exchange over their group
@@ -223,11 +222,12 @@ class GroupControl(Control):
             several = len({row[1] for row in rows}) > 1
             calls = [
                 f"rank {r} calls {CALLS[row[0]]}()"
-                + (f" of its schedule {row[1] or 'that is new'}" if several else "")
+                + (f" of its {_ordinal(row[1])}" if several else "")
                 for r, row in enumerate(rows)
             ]
             self.raises_everywhere = True
-            raise InputError(f"all ranks must make the same call, but {', '.join(calls)}")
+            more = "; make the same schedules in the same order on all ranks" if several else ""
+            raise InputError(f"all ranks must make the same call, but {', '.join(calls)}{more}")
         text = f"the ranks are at different places of a call: {[row[:_HEADER] for row in rows]}"
         raise remote_error(self.report(Failure(self.rank, "FxpipeError", text, "broken")))
 
@@ -343,8 +343,11 @@ class GroupControl(Control):
             text = f"no answer from rank {rank}: {why} {noticed}"
             if rank < 0:
                 text = f"waited {self._deadline.seconds:g} s {noticed}"
-            return self.report(
-                replace(where, rank=max(rank, 0), type="TimeoutError", message=text, kind="hang")
-            )
+            return self.report(Failure(max(rank, 0), "TimeoutError", text, "hang"))
         text = f"lost the connection to rank {rank}: {why} {noticed}"
         return self.report(Failure(rank, "ConnectionError", text, "lost"))
+
+
+def _ordinal(schedule: int) -> str:
+    """A schedule by its number, or by its place among those that have not run yet."""
+    return f"schedule {schedule}" if schedule > 0 else f"new schedule {-schedule}"

@@ -91,6 +91,7 @@ class Executor:
     ) -> None:
         self.rank = rank
         self.position = 0
+        self._part: Action | None = None  # of the pair that is being done
         self.since = 0.0
         self.spans: list[Span] | None = None
         self.waited = 0.0  # for inputs, in seconds, since it was last set to zero
@@ -125,13 +126,16 @@ class Executor:
         return f"in action {action} for {held:.1f} s{waits}"
 
     def where(self) -> Action | None:
-        return self._actions[self.position] if self.position < len(self._actions) else None
+        """What is being done, a part of a pair by itself."""
+        at = self.position
+        return self._part or (self._actions[at] if at < len(self._actions) else None)
 
     def clear(self) -> None:
         """Forget everything in flight."""
         self._slots = [None] * len(self._slots)
         self._sent.clear()
         self._paid = self.position = 0
+        self._part = None
         for runner in self._runners.values():
             runner.clear()
 
@@ -240,8 +244,8 @@ class Executor:
     def _bind(self, action: Action) -> Run:
         kind, stage, microbatch, _, parts = action
         if kind is Kind.OVERLAP:
-            runs = [self._bind(part) for part in _in_order(parts, self._edges)]
-            return partial(_run_all, runs)
+            ordered = _in_order(parts, self._edges)
+            return partial(self._run_parts, [(part, self._bind(part)) for part in ordered])
         if kind.is_send:
             return self._bind_send(reads(action, self._edges)[0], stage)
         if kind.is_recv:
@@ -263,6 +267,11 @@ class Executor:
         sources = [v for v in reads(action, self._edges) if v.kind in _MOVED]
         targets = [v for v in writes(action, self._edges) if v.kind in _MOVED]
         return self._bind_compute(compute, microbatch, sources, targets)
+
+    def _run_parts(self, parts: Sequence[tuple[Action, Run]]) -> None:
+        for self._part, run in parts:
+            run()
+        self._part = None
 
     def _bind_compute(
         self,
@@ -450,8 +459,3 @@ def _in_order(parts: Sequence[Action], edges: Edges) -> list[Action]:
     first, second = parts
     made = set(writes(second, edges))
     return [second, first] if made & set(reads(first, edges)) else [first, second]
-
-
-def _run_all(runs: Sequence[Run]) -> None:
-    for run in runs:
-        run()

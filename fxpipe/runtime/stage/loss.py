@@ -46,7 +46,12 @@ def loss_term(
     found = loss_fn(output, target, **loss_kwargs)
     if isinstance(found, tuple | list) and len(found) == 2:
         total, weight = found
-        weight = torch.as_tensor(weight).detach()
+        weight = torch.as_tensor(weight)
+        if weight.requires_grad:
+            raise InputError(
+                "loss_fn returned a weight that requires a gradient: the loss is the sum over the "
+                "weight, and only the sum is differentiated; detach it, or return the loss itself"
+            )
         if weight.numel() != 1 or weight.is_complex():
             raise InputError(
                 f"loss_fn returned a weight of shape {list(weight.shape)} and {weight.dtype}, not "
@@ -62,6 +67,8 @@ def _scalar(found: Any) -> torch.Tensor:
         raise InputError(
             f"loss_fn must return a scalar tensor or a pair (sum, weight), but returned {got}"
         )
+    if found.is_complex():
+        raise InputError(f"loss_fn must return a real number, but returned {found.dtype}")
     return found if found.dim() == 0 else found.reshape(())
 
 

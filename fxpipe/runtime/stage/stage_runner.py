@@ -219,6 +219,13 @@ class StageRunner:
         term = loss_term(
             step.loss_fn, output, step.targets[microbatch], step.loss_kwargs[microbatch]
         )
+        for other in step.losses.values():
+            if (other.weight is None) != (term.weight is None):
+                raise InputError(
+                    "loss_fn returned a scalar for some microbatches and a pair (sum, weight) for "
+                    "others: a mean of means and a masked mean cannot be added up; return one kind"
+                )
+            break
         step.losses[microbatch] = term
         if step.is_training:
             # A step that fails must leave their gradients as they were; one that succeeds divides

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport, TransportError
+from fxpipe.runtime.wire.transport import Incoming, TensorShape, Transport, TransportError, as_dense
 
 __all__ = ["LARGEST", "HostTransport", "Listener"]
 
@@ -184,7 +184,7 @@ class _Wire:
         return (select.POLLIN if self._posted else 0) | (select.POLLOUT if self._queue else 0)
 
     def send(self, tensors: Sequence[torch.Tensor], size: int) -> None:
-        dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        dense = [as_dense(t) for t in tensors]
         parts = [_HEADER.pack(size, self.number), *[_memory(t) for t in dense if t.numel()]]
         done = 0
         if not self._queue:

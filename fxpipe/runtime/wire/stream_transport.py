@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.communicators import matchings
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.runtime.wire.transport import Incoming, TensorShape, TransportError, as_bytes
+from fxpipe.runtime.wire.transport import Incoming, TensorShape, TransportError, as_bytes, as_dense
 
 __all__ = ["StreamTransport"]
 
@@ -83,7 +83,7 @@ class StreamTransport:
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> _Transfer:
         self._tidy()
-        dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        dense = [as_dense(t) for t in tensors]
         works = [self._lanes[lane].send([as_bytes(t)], peer, 0) for t in dense]
         sent = _Transfer(peer, dense, works)
         self._sent.append(sent)

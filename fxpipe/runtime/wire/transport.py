@@ -198,7 +198,7 @@ class GroupTransport:
 
     def send(self, peer: int, tensors: Sequence[torch.Tensor], lane: int = 0) -> _Outgoing:
         del lane  # gloo's messages have no queue in which they could wait for each other
-        dense = [t if t.is_contiguous() else t.contiguous() for t in tensors]
+        dense = [as_dense(t) for t in tensors]
         works = self._post(self._group.send, peer, dense)
         outgoing = _Outgoing(peer, dense, works)
         self._open.add(outgoing)
@@ -260,6 +260,16 @@ def close_connections(gloo: Any) -> None:
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         work = gloo.recv([nothing], peer, _UNUSED_TAG)
         work.wait(datetime.timedelta(milliseconds=1))
+
+
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as they have to lie in memory to travel.
+
+    What is conjugated or negated by a flag is written out: the flag would stay behind.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

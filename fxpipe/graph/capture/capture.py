@@ -207,9 +207,7 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
             if not attempt.faults(made.inputs.sizes):
                 found = made
                 break
-            if found is not None:
-                break
-            found, reason = made, "the batch is fixed if this size is open"
+            found, reason = found or made, "the batch is fixed if this size is open"
         fewer = attempt.fewer(reason)
         if fewer is None and found is None and attempt.dims:
             fewer = asked.fixed(reason)  # if that runs, the sizes that were asked for are to blame

@@ -143,10 +143,10 @@ def run_once(
         trace = _recorded(task, settings, mode, sizes, state, fakes)
         _check_opened(settings, trace)
         if trace.carried:
-            mark = sizes.mark()
+            decided = sizes.decisions()
             with suppress(Exception):
                 forgive_carried(trace, _recorded(task, settings, mode, sizes, state, fakes))
-            sizes.go_back(mark)
+            sizes.forget(decided)
     _check_called(task.splits, trace.called)
     graph = _finished(task, settings, trace, sizes, fakes)
     _check_flags(settings, trace, module)

@@ -32,9 +32,9 @@ from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another
-from fxpipe.graph.sandbox.real_run import run_at_numbers, run_real
+from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
-from fxpipe.graph.sizes.symbols import Mark, Sizes, number_at
+from fxpipe.graph.sizes.symbols import number_at
 from fxpipe.torch_inside import (
     BUFFERS,
     DataDependentOutputException,
@@ -58,8 +58,7 @@ class LeafOutcome:
     """What a leaf returned, and what it did to its tensor arguments (by position).
 
     `changed` were modified in place. `untouched` are inputs whose values no operation used.
-    `is_likely`: its sizes may depend on values, and were learnt from some of them; or its code
-    decides by sizes, and they were learnt for the example's.
+    `is_likely`: its sizes may depend on values, and were learnt from some of them.
     `wrote` names the buffers of the leaf that it changed in place. `draws`: it takes
     random numbers. `left` are the attributes that it changed: inner module and name.
     `aliases` are positions in its output and its arguments that share memory.
@@ -78,10 +77,9 @@ class LeafOutcome:
 class LeafRuns:
     """Runs leaves of one trace on fake tensors and remembers the outcomes."""
 
-    def __init__(self, mode: FakeTensorMode, state: FakeState, sizes: Sizes) -> None:
+    def __init__(self, mode: FakeTensorMode, state: FakeState) -> None:
         self._mode = mode
         self._state = state
-        self._sizes = sizes
         self._outcomes: dict[Hashable, LeafOutcome] = {}
         self._kinds: dict[int, Hashable] = {}
         self._alive: list[Any] = []
@@ -149,27 +147,15 @@ class LeafRuns:
     ) -> LeafOutcome:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
-        mark = self._sizes.mark()
         try:
             with preserved(module, far=False):
                 found = self._run_as_is(call, args, kwargs)
             if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
-                # A leaf decides again in every run: all that matters is the sizes it returns.
-                if not self._sizes.is_decided_since(mark.met):
-                    return found
-                with preserved(module, far=False):
-                    output = run_at_numbers(self._mode, call, args, kwargs, found.output)
-                self._go_back(mark)
-                return dataclasses.replace(found, output=output, is_likely=True)
+                return found
         except Exception as error:
             failure = error
-        self._go_back(mark)
+        self.functions.forget()  # with the conditions that the run has met
         return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
-
-    def _go_back(self, mark: Mark) -> None:
-        """Forget the conditions on sizes that a run has met, and what follows from them."""
-        self.functions.forget()
-        self._sizes.go_back(mark)
 
     def _run_real(
         self,

@@ -106,7 +106,7 @@ class Trace(TorchFunctionMode, Seer):
         self._state = state
         self._opened = set(opened)
         self._splits = dict(splits)
-        self._leaves = LeafRuns(mode, state, sizes)
+        self._leaves = LeafRuns(mode, state)
         self._decisions = Decisions()
         self._stack: list[nn.Module] = []
         self._leaf_stack: list[nn.Module] = []
@@ -202,6 +202,8 @@ class Trace(TorchFunctionMode, Seer):
     def on_decision(self, value: Any) -> None:
         if not (self._leaf_stack or self._busy):
             self._sizes.decided(value)
+        elif self._leaf_stack and is_users(sys._getframe(2).f_code.co_filename):
+            self._sizes.decided(value, inside_leaf=True)
 
     def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._leaf_stack:
@@ -356,6 +358,7 @@ class Trace(TorchFunctionMode, Seer):
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         handed = Handed(self.tape, self._argument, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        decided = self._sizes.decisions()
         self._leaf_stack.append(module)
         try:
             with unobserved(module):
@@ -363,6 +366,8 @@ class Trace(TorchFunctionMode, Seer):
         finally:
             self._leaf_stack.pop()
             self._chance.settle()
+        if outcome.is_likely:
+            self._sizes.forget(decided)  # of a run that failed
         node_args, node_kwargs = handed.look(node_args, node_kwargs)
         node = self.tape.write("call_module", name, node_args, node_kwargs)
         self.tape.facts.learn(
@@ -529,11 +534,9 @@ class Trace(TorchFunctionMode, Seer):
         The second result says whether the sizes of the output are the example's.
         """
         try:
-            met = self._sizes.met()
             output = self._run(func, args, kwargs, real)
-            is_decided = self._sizes.is_decided_since(met)
             if self._example is None or not has_unbacked(output, self._sizes.env):
-                return output, is_decided
+                return output, False
             with suppress(NoValueError):
                 return self._agreed_sizes(func, args, kwargs), True
             return output, False

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.nn import functional
 
@@ -26,23 +25,10 @@ _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
-    name = getattr(func, "__name__", "")
-    if "conv" in name:
-        return _without_choice(func, args, kwargs)
-    if not any(word in name for word in _FIXING):
+    if not any(word in getattr(func, "__name__", "") for word in _FIXING):
         return func(*args, **kwargs)
     with following_sizes():
         return func(*args, **kwargs)
-
-
-def _without_choice(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a function that chooses its kernel by sizes, which says nothing about the result."""
-    env = getattr(getattr(args[0], "fake_mode", None), "shape_env", None) if args else None
-    before = 0 if env is None else len(env.guards)
-    output = func(*args, **kwargs)
-    if env is not None:
-        env.guards[before:] = [g for g in env.guards[before:] if isinstance(g.expr, sympy.Eq)]
-    return output
 
 
 def _batch_norm(

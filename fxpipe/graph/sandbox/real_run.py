@@ -1,10 +1,10 @@
-"""Learn what a module returns by running it at sizes that are numbers.
+"""Learn what a module returns by running it on made-up real tensors.
 
-On made-up real tensors it is the last resort for code that looks at values; all state is saved
-and restored. On fake ones it tells more about code that looks at sizes. If the sizes of the
-arguments are symbolic, the module runs once more at other sizes: a size of the output is a
-number, a size of the arguments, a product of two, or one of these and a number more, whichever
-fits both runs. A symbol for which none does becomes a number for good, where values decide.
+The last resort for code that cannot run on fake tensors because it looks at values. All state
+is saved and restored. If the sizes of the arguments are symbolic, the module runs once more at
+other sizes: a size of the output is a number, a size of the arguments, a product of two, or one
+of these and a number more, whichever fits both runs. A symbol for which none does becomes a
+number for good.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxpipe.graph.sandbox.restore import preserved_values
 from fxpipe.graph.sizes.symbols import Values, exprs_in, number_at
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, known_sizes
 
-__all__ = ["run_at_numbers", "run_real"]
+__all__ = ["run_real"]
 
 # Example sizes times these: divisibility is kept, and different symbols stay different.
 _FACTORS = (3, 2, 5, 7)
@@ -57,33 +57,14 @@ def run_real(
     return found
 
 
-def run_at_numbers(
-    mode: FakeTensorMode, call: Callable[..., Any], args: Any, kwargs: Any, output: Any
-) -> Any:
-    """Return what a module that decides by sizes has returned, with sizes that hold elsewhere too.
-
-    A size that is another one in a run at other sizes is a size of the arguments, if one fits.
-    """
-    try:
-        return _Runs(mode, call, (args, kwargs), ValueError(), is_real=False).compared(output)
-    except Exception:
-        return output
-
-
 class _Runs:
     """Runs of one call at several sizes."""
 
     def __init__(
-        self,
-        mode: FakeTensorMode,
-        call: Callable[..., Any],
-        inputs: Any,
-        failure: BaseException,
-        *,
-        is_real: bool = True,
+        self, mode: FakeTensorMode, call: Callable[..., Any], inputs: Any, failure: BaseException
     ) -> None:
         assert mode.shape_env is not None
-        self._mode, self._env, self._is_real = mode, mode.shape_env, is_real
+        self._mode, self._env = mode, mode.shape_env
         self._call, self._inputs = call, inputs
         self._exprs = exprs_in(inputs, self._env)
         used = {symbol for expr in self._exprs for symbol in expr.free_symbols}
@@ -127,30 +108,6 @@ class _Runs:
         with self._mode:
             return map_leaves(lambda leaf: another(leaf, next(remaining)), self._first)
 
-    def compared(self, output: Any) -> Any:
-        """Return an output with sizes that a run at other sizes does not contradict."""
-        others = {**self._hints, **_other_sizes(self.symbols, self._hints)}
-        pairs = list(zip(walk(output), walk(self._run(others)), strict=True))
-        if not all(map(_is_alike, pairs)):
-            return output
-        sizes = [*self.symbols, *self._exprs]
-
-        def size(known: Any, second: int) -> Any:
-            if number_at(known, self._env, others) == second:
-                return known
-            first = number_at(known, self._env, self._hints)
-            fitting = (e for e in sizes if (_at(e, self._hints), _at(e, others)) == (first, second))
-            expr = next(fitting, None)
-            return known if expr is None else self._env.create_symintnode(expr, hint=first)
-
-        shapes = iter(
-            [
-                list(map(size, a.shape, b.shape)) if isinstance(a, torch.Tensor) else None
-                for (_, a), (_, b) in pairs
-            ]
-        )
-        return map_leaves(lambda leaf: another(leaf, next(shapes)), output)
-
     def _size(self, first: int, second: int, exprs: Sequence[Any], others: Values) -> Any:
         if first == second:
             return first
@@ -171,9 +128,7 @@ class _Runs:
                 return leaf
             if id(leaf) not in memo:
                 shape = [number_at(size, self._env, values) for size in leaf.shape]
-                memo[id(leaf)] = (
-                    filled(leaf, shape, leaf.device) if self._is_real else another(leaf, shape)
-                )
+                memo[id(leaf)] = filled(leaf, shape, leaf.device)
             return memo[id(leaf)]
 
         args, kwargs = map_leaves(real, self._inputs)

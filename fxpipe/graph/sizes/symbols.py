@@ -13,7 +13,6 @@ Out: fake inputs, and afterwards the names, conditions and sizes that are left.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -39,7 +38,6 @@ from fxpipe.torch_inside import (
 
 __all__ = [
     "InputDim",
-    "Mark",
     "Sizes",
     "TracedSizes",
     "Values",
@@ -112,19 +110,6 @@ class TracedSizes(ShapeEnv):
         self.settled[symbol] = (value, user_frame())
 
 
-# What a ShapeEnv learns from the conditions that code meets.
-_LEARNT = ("axioms", "divisible", "var_to_range")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Mark:
-    """The conditions on sizes at one time of a trace."""
-
-    met: int
-    learnt: Mapping[str, Any]
-    decisions: Mapping[sympy.Basic, None]
-
-
 class Sizes:
     """The symbols of one trace."""
 
@@ -190,51 +175,39 @@ class Sizes:
             self._names[made] = symbol(name)
         return self._sizes[name]
 
-    def decided(self, value: Any) -> None:
-        """Remember that opened code looked at a symbolic number to decide something."""
+    def decided(self, value: Any, *, inside_leaf: bool = False) -> None:
+        """Remember that code looked at a symbolic number to decide something.
+
+        A leaf decides again in every run. Its decision matters if the sizes it returns
+        are known for one answer only; whether something is 0 or 1 never is that.
+        """
         expr = value.node.expr
         if not getattr(expr, "free_symbols", None):
+            return
+        if inside_leaf and not (isinstance(value, torch.SymBool) and self._is_open(expr)):
             return
         if isinstance(value, torch.SymBool):
             self._decisions[expr] = None
         else:
             self._decisions[sympy.Eq(expr, self._hint(expr))] = None
 
-    def mark(self) -> Mark:
-        """Return where the conditions on sizes stand now."""
-        env = self.env
-        state = {name: copy.copy(getattr(env, name)) for name in _LEARNT}
-        return Mark(self.met(), state, dict(self._decisions))
+    def _is_open(self, expr: Any) -> bool:
+        """Say whether a condition can have either answer for sizes from 2 on."""
+        larger = {
+            s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 2 for s in expr.free_symbols
+        }
+        found = plain(expr).subs(larger)
+        if isinstance(found, sympy.core.relational.Relational):
+            found = found.func(sympy.expand(found.lhs - found.rhs), 0)
+        return found not in (sympy.true, sympy.false)
 
-    def met(self) -> int:
-        """Return how many conditions were met so far."""
-        return len(self.env.guards)
+    def decisions(self) -> dict[sympy.Basic, None]:
+        """Return what was decided so far."""
+        return dict(self._decisions)
 
-    def is_decided_since(self, met: int) -> bool:
-        """Say whether a condition was met that other sizes would answer in another way.
-
-        Whether a size is 0 or 1 is no such thing.
-        """
-        found = (self.plain(guard.expr) for guard in self.env.guards[met:])
-        return any(map(_is_open, dict.fromkeys(found)))
-
-    def go_back(self, mark: Mark) -> None:
-        """Forget conditions that were met since, but for the symbols that became numbers."""
-        env = self.env
-        self._decisions = dict(mark.decisions)
-        if self.met() == mark.met:
-            return
-        del env.guards[mark.met :]
-        for name, state in mark.learnt.items():
-            place = getattr(env, name)
-            if isinstance(place, dict):
-                state = {**place, **state} if name == "var_to_range" else state
-                state = {key: part for key, part in state.items() if key not in env.replacements}
-            place.clear()
-            place.update(state)
-        for part in vars(ShapeEnv).values():
-            if hasattr(part, "cache_clear"):
-                part.cache_clear()
+    def forget(self, before: Mapping[sympy.Basic, None]) -> None:
+        """Go back to earlier decisions."""
+        self._decisions = dict(before)
 
     def _hint(self, expr: Any) -> Any:
         return self.env.replace(expr).xreplace(known_sizes(self.env))
@@ -294,29 +267,6 @@ class Sizes:
             if isinstance(guard.expr, sympy.Eq):
                 found[self.plain(guard.expr)] = None
         return tuple(c for c in found if c not in (True, sympy.true) and c.free_symbols)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_open(expr: Any) -> bool:
-    """Say whether a condition can have either answer for sizes from 2 on.
-
-    Whether what some dimension is divided into is 0 or 1 counts as little as for the dimension.
-    """
-    if not getattr(expr, "free_symbols", None):
-        return False
-    if isinstance(expr, (sympy.And, sympy.Or, sympy.Not)):
-        return any(map(_is_open, expr.args))
-    if expr.is_Relational and expr.rhs in (0, 1) and not expr.has(sympy.Mod):
-        terms = sympy.Add.make_args(expr.lhs)
-        if all(term.as_coeff_Mul()[0] > 0 for term in terms):
-            return False
-    larger = {
-        s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 2 for s in expr.free_symbols
-    }
-    found = expr.subs(larger)
-    if found.is_Relational:
-        found = found.func(sympy.expand(found.lhs - found.rhs), 0)
-    return found not in (sympy.true, sympy.false)
 
 
 def _names_in(expr: Any) -> Iterable[str]:

@@ -73,26 +73,3 @@ def test_masked_scatter_leaves_rows_and_tokens_open(is_function):
     for rows, length in ((2, 5), (3, 7), (1, 4)):
         inputs = call(rows, length)
         assert_same(run(model, inputs, {}), run(pipe, inputs, {}))
-
-
-class Rotated(nn.Module):
-    """Rotary positions as complex numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1])
-        turned = torch.view_as_complex(self.first(x).unflatten(-1, (2, 2)))
-        turned = turned * torch.polar(torch.ones_like(angles), angles)
-        return self.last(torch.view_as_real(turned).flatten(-2))
-
-
-def test_rotation_by_complex_numbers_leaves_the_length_open():
-    model = Rotated()
-    pipe = pipeline(model, (torch.randn(2, 5, 4),), split_spec={"last": SplitPoint.BEGINNING})
-
-    for rows, length in ((2, 5), (3, 7), (1, 4)):
-        x = torch.randn(rows, length, 4)
-        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpipe import InputError, Pipe, SplitPoint, pipeline
+from fxpipe import Pipe, SplitPoint, pipeline
 from fxpipe.graph.sizes.symbols import _flat
 from fxpipe.torch_inside import floor_div
 from models import split_spec, unet
@@ -151,58 +151,3 @@ def test_a_flat_size_is_the_same_number(seed: int) -> None:
 
     assert all(found.subs(size, n) == nested.subs(size, n) for n in range(1, 60))
     assert found.count(type(floor_div(size, 2))) <= 1
-
-
-class Chunks(nn.Module):
-    """Pads to whole chunks, as state space models do: a leaf that asks for the size."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        more = -x.shape[2] % 8
-        chunks = functional.pad(x, (0, more)).unflatten(2, (-1, 8)).cumsum(-1)
-        last = chunks[:, :, -1:] if chunks.shape[2] > 1 else chunks
-        found = (chunks + last).flatten(2)
-        return found[..., : x.shape[2]] if more > 0 else found
-
-
-@pytest.mark.parametrize("length", [5, 8, 11, 16])
-@pytest.mark.parametrize("example", [8, 11])
-def test_a_leaf_decides_by_sizes_in_each_run(example: int, length: int) -> None:
-    # What a leaf met on its way for the example was a condition on all inputs, so Mamba took
-    # one number of chunks only.
-    model = Leaf(Chunks())
-    pipe = pipeline(model, (torch.randn(2, 3, example),), split_spec={"end": SplitPoint.BEGINNING})
-    x = torch.randn(2, 3, length)
-
-    assert pipe.info().inputs.conditions == ()
-    assert torch.equal(pipe(x), model(x))
-
-
-@pytest.mark.parametrize("is_leaf", [True, False])
-@pytest.mark.parametrize("example", [12, 13, 14])
-def test_a_size_that_does_not_hold_is_refused(example: int, is_leaf: bool) -> None:
-    # With stride=3 and ceil_mode the size is h//3 or one more. Only one of them was known,
-    # and the other came to the next stage in silence.
-    model: nn.Module = Leaf(nn.MaxPool2d(2, stride=3, ceil_mode=True))
-    if not is_leaf:
-        model = Pooled()
-    pipe = pipeline(
-        model, (torch.randn(2, 3, example, 12),), split_spec={"end": SplitPoint.BEGINNING}
-    )
-    for height in range(8, 17):
-        x = torch.randn(2, 3, height, 12)
-        if (height % 3 == 0) == (example % 3 == 0):
-            assert torch.equal(pipe(x), model(x))
-        else:
-            with pytest.raises(InputError, match="should be of size"):
-                pipe(x)
-
-
-class Pooled(nn.Module):
-    """The same in code that is split."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.end = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(functional.max_pool2d(x, 2, stride=3, ceil_mode=True))

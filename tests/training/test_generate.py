@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxpipe import InputError, LocalGroup, Pipeline, SplitPoint, causal_lm_loss, generate, pipeline
+from fxpipe.runtime.control.group_control import GroupControl
 from models import gpt
 from tests.distributed.ranks import run_on_ranks
 
@@ -37,8 +38,8 @@ def piped(model: Any, group: Any = None, **options: Any) -> Pipeline:
 
 
 def wanted(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
-    found: torch.Tensor = model.generate(ids, max_new_tokens=6, use_cache=True, **options)
+    plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6}
+    found: torch.Tensor = model.generate(ids, use_cache=True, top_p=1.0, **{**plain, **options})
     return found
 
 
@@ -52,7 +53,7 @@ def test_greedy_and_sampled_tokens_are_those_of_transformers() -> None:
     torch.manual_seed(3)
     drawn = generate(pipe, IDS, max_new_tokens=6, do_sample=True, temperature=2.0, top_k=20)
     torch.manual_seed(3)
-    options = {"do_sample": True, "temperature": 2.0, "top_k": 20, "top_p": 1.0}
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 20}
     assert torch.equal(torch.stack(drawn), wanted(model, IDS, **options))
     assert not torch.equal(torch.stack(drawn), torch.stack(found))
 
@@ -99,17 +100,96 @@ def test_a_cut_inside_attention_is_refused() -> None:
         generate(piped(model, LocalGroup(2), split=cuts), IDS, max_new_tokens=2)
 
 
-def on_ranks(rank: int) -> list[list[int]]:
+def on_ranks(rank: int) -> tuple[list[list[int]], list[int]]:
+    """The tokens, and how often the ranks met for 6 and for 12 of them."""
+    met = []
+    exchange = GroupControl.exchange
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        met[-1] += 1
+        return exchange(*args, **kwargs)
+
+    GroupControl.exchange = counted  # type: ignore[method-assign]
     model = llama()
-    found = generate(piped(model), IDS, max_new_tokens=6)
+    at = {f"model.layers.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
+    pipe = piped(model, n_microbatches=4, split={"split_spec": at, "check": False})
+    options = {"do_sample": True, "temperature": 2.0, "top_k": 20}
+    for count in (6, 12):
+        for how in ({}, options):
+            met.append(0)
+            torch.manual_seed(3)
+            found = torch.stack(generate(pipe, IDS, max_new_tokens=count, **how))
+            torch.manual_seed(3)
+            assert torch.equal(found, wanted(model, IDS, max_new_tokens=count, **how))
+    GroupControl.exchange = exchange  # type: ignore[method-assign]
+    return found.tolist(), met
+
+
+def test_every_rank_has_the_tokens_and_none_waits_between_them() -> None:
+    answers = run_on_ranks(4, on_ranks)
+
+    assert all(answer == answers[0] for answer in answers)
+    _, (_, six_more, _, twelve) = answers[0]
+    assert six_more == twelve
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_several_calls_and_several_stages_per_rank(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.training.generate.ROUNDS", 3)
+    model = llama()
+    at = {f"model.layers.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
+    pipe = piped(model, LocalGroup(2), schedule=schedule, split={"split_spec": at, "check": False})
+
+    found = generate(pipe, IDS, max_new_tokens=9)
+
+    assert torch.equal(torch.stack(found), wanted(model, IDS, max_new_tokens=9))
+
+
+def test_a_model_that_is_cast_after_its_trace() -> None:
+    # Shapes are then found by runs on made-up tensors, which used to go into the caches.
+    model = llama()
+    pipe = piped(model, LocalGroup(2))
+    model.bfloat16()
+
+    found = generate(pipe, IDS, max_new_tokens=6)
+
     assert torch.equal(torch.stack(found), wanted(model, IDS))
-    return [row.tolist() for row in found]
+    with torch.autocast("cpu", torch.bfloat16):
+        model = llama()
+        found = generate(piped(model, LocalGroup(2)), IDS, max_new_tokens=6)
+        assert torch.equal(torch.stack(found), wanted(model, IDS))
 
 
-def test_every_rank_has_the_tokens() -> None:
-    first, second = run_on_ranks(2, on_ranks)
+def test_a_schedule_with_hooks_sees_every_forward() -> None:
+    model = llama()
+    pipe = piped(model, LocalGroup(2))
+    seen: list[Any] = []
+    pipe.schedule.before("F", seen.append)
 
-    assert first == second
+    found = generate(pipe, IDS, max_new_tokens=6)
+
+    assert torch.equal(torch.stack(found), wanted(model, IDS))
+    assert len(seen) == 6 * 2 * 2  # tokens, stages, microbatches
+
+
+def test_a_stage_that_fails_in_a_round_leaves_nothing_behind() -> None:
+    model = llama()
+    pipe = piped(model, LocalGroup(2))
+    count = iter(range(1000))
+
+    def fail(*args: Any) -> None:
+        if next(count) == 5:
+            raise ValueError("in the third round")
+
+    handle = model.model.layers[3].register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in the third round"):
+        generate(pipe, IDS, max_new_tokens=6)
+    handle.remove()
+
+    found = generate(pipe, IDS, max_new_tokens=6)
+    assert torch.equal(torch.stack(found), wanted(model, IDS))
 
 
 def test_the_plain_pipeline_function_is_enough() -> None:

@@ -36,8 +36,11 @@ def forward_only(placement: Placement, num_microbatches: int) -> list[list[Actio
     return _in_rounds(placement, num_microbatches)
 
 
-def forward_only_on(placement: Placement, num_microbatches: int) -> Program:
+def forward_only_on(placement: Placement, num_microbatches: int, *, rounds: int = 1) -> Program:
     """Run every forward and nothing else, with stages placed in any way.
+
+    The stages may be those of several rounds through one pipeline: no microbatch then runs far
+    ahead of the others, so that with a microbatch for each rank all have work in every round.
 
     On a V of two ranks, three microbatches:
 
@@ -53,7 +56,10 @@ def forward_only_on(placement: Placement, num_microbatches: int) -> Program:
         )
     num_ranks, num_stages = placement.num_ranks, placement.num_stages
     is_loop = num_stages % num_ranks == 0 and placement == Placement.loop(num_ranks, num_stages)
-    ranks = (_in_rounds if is_loop else _deepest_first)(placement, num_microbatches)
+    if is_loop:
+        ranks = _in_rounds(placement, num_microbatches)
+    else:
+        ranks = _deepest_first(placement, num_microbatches, num_stages // rounds)
     return Program.of(placement, num_microbatches, ranks, name="ForwardOnly")
 
 
@@ -67,11 +73,15 @@ def _in_rounds(placement: Placement, num_microbatches: int) -> list[list[Action]
     return ranks
 
 
-def _deepest_first(placement: Placement, num_microbatches: int) -> list[list[Action]]:
+def _deepest_first(
+    placement: Placement, num_microbatches: int, round_stages: int
+) -> list[list[Action]]:
     orders = [
         [
             Action(Kind.FORWARD, stage, microbatch)
-            for stage in reversed(placement.stages_of(rank))
+            for stage in sorted(
+                placement.stages_of(rank), key=lambda stage: (stage // round_stages, -stage)
+            )
             for microbatch in range(num_microbatches)
         ]
         for rank in range(placement.num_ranks)

@@ -98,7 +98,7 @@ class Executor:
         self._actions = program.ranks[rank]
         self._stage_to_rank = program.placement.stage_to_rank
         self._edges = edges
-        self._boundaries = boundaries
+        self.boundaries = boundaries
         self._runners = runners
         self._transport, self._packings = transport, packings
         self._hooks = hooks
@@ -356,7 +356,7 @@ class Executor:
         edge = (value.stage, value.peer) if is_activation else (value.peer, value.stage)
         ports = [
             port
-            for port in self._boundaries[value.microbatch].ports[edge]
+            for port in self.boundaries[value.microbatch].ports[edge]
             if is_activation or port.has_gradient
         ]
         is_same = all(port.layout is None or port.layout.is_replicated for port in ports)

@@ -11,6 +11,7 @@ from fxpipe.program.action import Kind
 from fxpipe.program.check.validate import validate
 from fxpipe.program.generators import SCHEDULES, ScheduleInfo, forward_only_on
 from fxpipe.program.lower import lower
+from fxpipe.program.play.walk import step_table
 from fxpipe.program.program import Placement, Program
 from fxpipe.program.simulate import simulate
 
@@ -130,3 +131,21 @@ def test_forward_only_on_a_v_fills_the_ranks():
     # The last rank starts after three stages, the last microbatch leaves three later:
     # two idle stages for each of the 2 * 16 that a rank computes.
     assert timeline.makespan == pytest.approx((2 * 16 + 2 * 3) / 2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", ["loop", "two loops", "v", "two vs"])
+def test_in_rounds_no_rank_waits_for_a_token(num_ranks: int, shape: str) -> None:
+    # Slots without work, from the first action of a rank to its last. To fill and to leave a
+    # pipeline takes some; what counts is that more rounds do not add to them.
+    depth = num_ranks * {"loop": 1, "two loops": 2, "v": 2, "two vs": 4}[shape]
+    make = Placement.loop if "loop" in shape else Placement.v
+    placement = make(num_ranks, depth)
+    for count in range(num_ranks, 2 * num_ranks + 2):
+        for rounds in (12, 24):
+            longer = Placement(num_ranks, placement.stage_to_rank * rounds)
+            table = step_table(forward_only_on(longer, count, rounds=rounds))
+
+            busy = [[at for at, action in enumerate(row) if action] for row in table]
+            idle = [found[-1] - found[0] + 1 - len(found) for found in busy]
+            assert max(idle) <= (0 if "loop" in shape else 2 * (num_ranks - 1)), (count, rounds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,20 @@ class Ballot:
                 )
         return [bool(flag) for flag in found.tolist()]
 
+    def open(self, digest: int, deadline: Deadline) -> Callable[[], bool]:
+        """Begin to compare a number of all replicas; whether it is the same, when asked.
+
+        Asking raises SilentReplicaError if a replica does not say its own before the deadline.
+        """
+        both = torch.tensor([digest, -digest], device="cpu")
+        work = self._gloo.allreduce([both], _maximum(deadline))
+
+        def is_same() -> bool:
+            self._wait(work, deadline)
+            return int(both.sum()) == 0
+
+        return is_same
+
     def cast(self, flags: Sequence[bool], message: str, deadline: Deadline) -> None:
         """Vote for a replica that has failed, and say why, without waiting for the others."""
         self._cast = time.monotonic()
@@ -96,11 +110,11 @@ class Ballot:
         self._gloo.allreduce([_bits(flags)], _maximum(deadline))
         self._say(message, deadline)
 
-    def hear(self, deadline: Deadline) -> str:
-        """What a replica that has failed said."""
-        work, said = self._say("", deadline)
+    def hear(self, deadline: Deadline, message: str = "") -> list[str]:
+        """What the replicas say, by rank; after a vote that asked for words."""
+        work, said = self._say(message, deadline)
         self._wait(work, deadline)
-        return next(filter(None, map(_read, said)), "it left no message")
+        return [*map(_read, said)]
 
     def _say(self, message: str, deadline: Deadline) -> tuple[Any, list[torch.Tensor]]:
         mine = _written(message)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.runtime.parameters.lost_groups import collective_of
+from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.runtime.wire.communicators import backend_of
 
 __all__ = ["DdpSync", "Wait"]
@@ -65,6 +66,8 @@ class DdpSync:
         self._before = [module.require_backward_grad_sync for module in modules]
         self.groups = [module.process_group for module in modules]
         self.reduces = True
+        self.trained = Trained(modules)
+        self._may_reduce: Callable[[], bool] = bool
         self._averaged: list[DistributedDataParallel] = []
         self._earlier: MutableMapping[torch.Tensor, torch.Tensor] = {}
         self._unused: set[nn.Parameter] = set()  # whose gradient here is made up of zeros
@@ -78,8 +81,14 @@ class DdpSync:
         for module in self._modules:
             module.require_forward_param_sync = False
 
-    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
-        self._earlier = earlier
+    def begin(
+        self,
+        earlier: MutableMapping[torch.Tensor, torch.Tensor],
+        *,
+        reduces: bool,
+        may_reduce: Callable[[], bool],
+    ) -> None:
+        self._earlier, self._may_reduce = earlier, may_reduce
         self._before = [module.require_backward_grad_sync for module in self._modules]
         # Under no_sync() a module takes no part.
         self._averaged = [
@@ -97,6 +106,8 @@ class DdpSync:
     def reshard(self) -> None: ...
 
     def reduce(self) -> None:
+        if not self._may_reduce():
+            return
         for module in self._averaged:
             if module.process_group.size() == 1:
                 continue
@@ -106,13 +117,15 @@ class DdpSync:
 
     def used(self) -> list[bool]:
         every = [p for module in self._modules for p in self._trained(module)]
-        fresh = [p.grad is not None and p not in self._unused for p in every]
-        return [*fresh, *(p in self._earlier for p in every)]
+        return [p.grad is not None and p not in self._unused for p in every]
 
-    def finish(self, used: Sequence[bool], wait: Wait) -> None:
+    def left(self) -> list[bool]:
+        return [p in self._earlier for module in self._modules for p in self._trained(module)]
+
+    def finish(self, used: Sequence[bool], left: Sequence[bool], wait: Wait) -> None:
         every = [p for module in self._modules for p in self._trained(module)]
-        fresh = {p for p, is_used in zip(every, used, strict=False) if is_used}
-        old = {p for p, is_used in zip(every, used[len(every) :], strict=True) if is_used}
+        fresh = {p for p, is_used in zip(every, used, strict=True) if is_used}
+        old = {p for p, is_left in zip(every, left, strict=True) if is_left}
         for module in self._averaged:
             group = module.process_group
             if group.size() > 1:
@@ -163,8 +176,10 @@ def _gradient(p: nn.Parameter) -> torch.Tensor:
 def _averages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> list[_Bucket]:
     """Start to average tensors over the group, in buckets of equal dtype, in one fixed order."""
     made = []
-    for bucket in _buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    buckets = _buckets(tensors)
+    # All of them before the first is on its way: memory that runs out leaves none half done.
+    flats = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
+    for bucket, flat in zip(buckets, flats, strict=True):
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         made.append(_Bucket(flat, work, bucket, group))

@@ -8,7 +8,7 @@ the end of the step waits for that. A step that does not reduce leaves them ther
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.runtime.parameters.ddp import Wait
-from fxpipe.runtime.parameters.lost_groups import collective_of
+from fxpipe.runtime.parameters.lost_groups import collective_of, explained
+from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.torch_inside import (
     finish_sharded_backward,
     has_run_sharded,
@@ -41,6 +42,8 @@ class FsdpSync:
         self._roots = roots
         self.groups = [group for root in roots for group in _groups(root)]
         self.reduces = True
+        self.trained = Trained(roots)  # type: ignore[arg-type]
+        self._may_reduce: Callable[[], bool] = bool
         self._gathering: list[Any] = []
         self._has_reduced = False
         # Of steps that did not reduce: unlike `.grad`, it is as large as the whole parameter.
@@ -51,8 +54,14 @@ class FsdpSync:
     def held(self) -> list[nn.Parameter]:
         return []  # each stage has shards of its own
 
-    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
-        self.reduces, self._has_reduced = reduces, False
+    def begin(
+        self,
+        earlier: MutableMapping[torch.Tensor, torch.Tensor],
+        *,
+        reduces: bool,
+        may_reduce: Callable[[], bool],
+    ) -> None:
+        self.reduces, self._has_reduced, self._may_reduce = reduces, False, may_reduce
         held = self._held()
         found = [(one, take_gathered_gradient(one)) for one in held]
         self._unreduced = {one: grad for one, grad in found if grad is not None}
@@ -77,6 +86,8 @@ class FsdpSync:
                 self._gathering.append(module.unshard(async_op=True))
 
     def ready(self) -> None:
+        if not self._gathering:
+            return
         with collective_of(self.groups):
             while self._gathering:
                 self._gathering.pop().wait()
@@ -90,6 +101,8 @@ class FsdpSync:
     def reduce(self) -> None:
         """Start to reduce; what a replica has not used takes part as zeros."""
         self.ready()
+        if self._has_reduced or not self._may_reduce():
+            return
         self._has_reduced = True
         for i, one in enumerate(self._held()):
             total = self._total(one)
@@ -97,10 +110,14 @@ class FsdpSync:
             put_gathered_gradient(one, total)
         self._set(is_last=True)
         modules = [module for root in self._roots for module in reversed(_fsdp_modules(root))]
-        with collective_of(self.groups):
-            for module in modules:
-                for group in reversed(shard_groups(module)):
-                    group.post_backward()
+        problem: BaseException | None = None
+        for group in [g for module in modules for g in reversed(shard_groups(module))]:
+            try:
+                group.post_backward()
+            except BaseException as error:  # of a user's hook, too: replicas wait for the rest
+                problem = problem or error
+        if problem is not None:
+            raise explained(problem, self.groups)
 
     def _total(self, one: Any) -> torch.Tensor | None:
         """This step's gradient and those before it, which stay as they are."""
@@ -112,7 +129,10 @@ class FsdpSync:
     def used(self) -> list[bool]:
         return self._used or [False] * len(self._held())
 
-    def finish(self, used: Sequence[bool], wait: Wait) -> None:
+    def left(self) -> list[bool]:
+        return []
+
+    def finish(self, used: Sequence[bool], left: Sequence[bool], wait: Wait) -> None:
         with collective_of(self.groups):
             for root in self._roots:
                 root.set_is_last_backward(True)

@@ -1,21 +1,23 @@
 """Let the data-parallel replicas of a pipeline's stages go on together, or fail together.
 
 Replicas meet in collectives, which wait for everybody. So a replica that fails still does every
-collective that its program owes (see `executor.drain`), with whatever gradients it has. Once a
-step, after all collectives have begun and before any result is used, the replicas vote: one
-all-reduce of a few bytes per group says whether all succeeded, whether all reduce, and which
-parameters any of them has used. If one has failed, all raise; the words follow only then.
+collective that its program owes (see `executor.drain`), with whatever gradients it has. When a
+step begins, the replicas start to compare what they will reduce. They look at the outcome before
+the first reduction, when it has long arrived, and none reduces if it is not the same for all. Once
+a step, after all collectives have begun and before any result is used, the replicas vote: one
+all-reduce of two bytes per group says whether all succeeded, and whether any has not used all of
+its parameters. If one has failed, all raise; the words follow only then.
 
 Votes have groups of their own. A replica that does not vote in time is an error for good: nobody
-knows which vote it would answer later. So are replicas of which only some reduce: the reductions
-have begun, and would be taken for those of the next step. Whatever waits for a replica, here or in
-the library that wraps a stage, is woken when the step's time is over (see `lost_groups`).
+knows which vote it would answer later. Whatever waits for a replica, here or in the library that
+wraps a stage, is woken when the step's time is over (see `lost_groups`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,12 +37,7 @@ from fxpipe.runtime.wire.failure import Deadline
 
 __all__ = ["Replicas"]
 
-_HEADER = 3  # flags before those of parameters: failed, reduces, does not reduce
 _GRACE = 2.0  # seconds for collectives that all replicas have begun
-
-
-class UnequalReplicasError(InputError):
-    """Replicas make different collectives in one step."""
 
 
 class Replicas:
@@ -50,7 +47,9 @@ class Replicas:
         self._syncs, self._reduces = syncs, reduces
         self._begun = False
         self._deadline = Deadline(seconds)
-        self._has_voted = False
+        self._opened: dict[dist.ProcessGroup, Callable[[], bool]] = {}
+        self._are_same: bool | None = None
+        self._voted: list[dist.ProcessGroup] = []
         groups = {id(group): group for sync in syncs for group in sync.groups if group.size() > 1}
         self._groups = list(groups.values())
         self._limit = Limit(self._groups)
@@ -80,7 +79,39 @@ class Replicas:
         self._begun = True
         divide_shared(self._syncs)
         for sync in self._syncs:
-            sync.begin(earlier, reduces=self._reduces)
+            sync.begin(earlier, reduces=self._reduces, may_reduce=self._may_reduce)
+        for group in self._groups:
+            self._open(group)
+
+    def _open(self, group: dist.ProcessGroup) -> None:
+        """Begin to compare what this replica will reduce with the others."""
+        what = [(sync.trained.digest, sync.reduces) for sync in self._of(group)]
+        with self._asked(group):
+            ballot = ballot_of(group, self._deadline)
+            self._opened[group] = ballot.open(zlib.crc32(repr(what).encode()), self._deadline)
+
+    def _of(self, group: dist.ProcessGroup) -> list[GradSync]:
+        return [sync for sync in self._syncs if any(one is group for one in sync.groups)]
+
+    def _may_reduce(self) -> bool:
+        """Whether all replicas would reduce the same; False after an error, too."""
+        if self._are_same is None:
+            self._are_same = False
+            found = []
+            for group, is_same in self._opened.items():
+                with self._asked(group):
+                    found.append(is_same())
+            self._are_same = all(found)
+        return self._are_same
+
+    @contextlib.contextmanager
+    def _asked(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Around a question to the replicas: a group with one that is silent is given up."""
+        try:
+            yield
+        except SilentReplicaError as error:
+            leave(group, str(error))
+            raise
 
     def end(self, *, succeeded: bool) -> None:
         """After the step, also after a failed one."""
@@ -94,43 +125,52 @@ class Replicas:
 
         Raises:
             RemoteStageError: a replica has failed, or does not answer.
-            InputError: only some replicas reduce gradients in this step.
+            InputError: the replicas would not reduce the same; none has reduced.
         """
-        used = [sync.used() for sync in self._syncs]
-        self._has_voted = True
+        flags = {id(sync): (sync.used(), sync.left()) for sync in self._syncs}
         for group in self._groups:
-            try:
-                used = self._vote(group, ballot_of(group, self._deadline), used)
-            except (SilentReplicaError, UnequalReplicasError) as error:
-                leave(group, str(error))
-                raise
+            self._voted.append(group)
+            with self._asked(group):
+                self._vote(group, ballot_of(group, self._deadline), flags)
         self._limit.set(max(self._deadline.left(), _GRACE), "the results of replicas did not come")
-        for sync, flags in zip(self._syncs, used, strict=True):
-            sync.finish(flags, self._wait)
+        for sync in self._syncs:
+            sync.finish(*flags[id(sync)], self._wait)
 
     def _vote(
-        self, group: dist.ProcessGroup, ballot: Ballot, used: list[list[bool]]
-    ) -> list[list[bool]]:
-        takes_part = [any(g is group for g in sync.groups) for sync in self._syncs]
-        reduces = [s.reduces for s, is_in in zip(self._syncs, takes_part, strict=True) if is_in]
-        mine = [flags for flags, is_in in zip(used, takes_part, strict=True) if is_in]
-        header = [False, any(reduces), not all(reduces)]
-        found = ballot.vote([*header, *(flag for flags in mine for flag in flags)], self._deadline)
-        failed, some_reduce, some_do_not, *flags = found
+        self,
+        group: dist.ProcessGroup,
+        ballot: Ballot,
+        flags: dict[int, tuple[list[bool], list[bool]]],
+    ) -> None:
+        """Let all replicas succeed or none, and put what any has flagged in the flags' place."""
+        syncs = self._of(group)
+        is_same = self._opened[group]()
+        is_usual = all(all(used) and not any(left) for used, left in (flags[id(s)] for s in syncs))
+        failed, is_unusual = ballot.vote([False, not is_usual], self._deadline)
         if failed:
-            raise RemoteStageError(
-                f"a data-parallel replica of this stage failed: {ballot.hear(self._deadline)}"
-            )
-        if some_reduce and some_do_not:
-            raise UnequalReplicasError(
-                "some data-parallel replicas reduce the gradients of this step and some do not: "
-                "finalize_gradients and no_sync() must be the same on all of them"
-            )
-        rest = iter(flags)
-        return [
-            [next(rest) for _ in known] if is_in else known
-            for known, is_in in zip(used, takes_part, strict=True)
-        ]
+            words = next(filter(None, ballot.hear(self._deadline)), "it left no message")
+            raise RemoteStageError(f"a data-parallel replica of this stage failed: {words}")
+        if not is_same:
+            raise self._unlike(syncs, ballot)
+        if is_unusual:
+            mine = [flag for sync in syncs for some in flags[id(sync)] for flag in some]
+            rest = iter(ballot.vote(mine, self._deadline))
+            for sync in syncs:
+                used, left = flags[id(sync)]
+                flags[id(sync)] = [next(rest) for _ in used], [next(rest) for _ in left]
+
+    def _unlike(self, syncs: Sequence[GradSync], ballot: Ballot) -> InputError:
+        mine = "; ".join(
+            f"{'reduces' if sync.reduces else 'does not reduce'} the gradients of {sync.trained}"
+            for sync in syncs
+        )
+        said = ballot.hear(self._deadline, mine)
+        shown = "\n".join(f"  replica {rank}: {words}" for rank, words in enumerate(said))
+        return InputError(
+            "data-parallel replicas of this stage must reduce the same gradients in a step: freeze "
+            "the same parameters, and use no_sync() and finalize_gradients alike, on all of them\n"
+            + shown
+        )
 
     def _wait(self, work: dist.Work | None, group: dist.ProcessGroup) -> None:
         """Wait for a collective of the replicas."""
@@ -143,17 +183,14 @@ class Replicas:
         return explained(error, [g for s in self._syncs if s.is_sharded for g in s.groups])
 
     def give_up(self, message: str) -> None:
-        """This replica has failed: vote so, unless it has voted, and do not wait."""
-        if self._has_voted:
-            return
-        self._has_voted = True
+        """This replica has failed: vote so, where it has not voted, and do not wait."""
         for group in self._groups:
-            if is_lost(group):
+            if is_lost(group) or group in self._voted:
                 continue
-            flags = [s.used() for s in self._syncs if any(g is group for g in s.groups)]
-            failed = [True] + [False] * (_HEADER - 1 + sum(map(len, flags)))
-            try:
-                ballot = ballot_of(group, self._deadline)
-                ballot.cast(failed, message or "unknown", self._deadline)
-            except SilentReplicaError as error:
-                leave(group, str(error))
+            self._voted.append(group)
+            with contextlib.suppress(SilentReplicaError):
+                if group not in self._opened:
+                    self._open(group)
+                with self._asked(group):
+                    ballot = ballot_of(group, self._deadline)
+                    ballot.cast([True, False], message or "unknown", self._deadline)

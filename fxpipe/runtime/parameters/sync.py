@@ -20,6 +20,7 @@ from fxpipe.errors import InputError
 from fxpipe.program import Action, Kind
 from fxpipe.runtime.parameters.ddp import DdpSync, Wait
 from fxpipe.runtime.parameters.fsdp import FsdpSync, fsdp_roots
+from fxpipe.runtime.parameters.trained import Trained
 
 __all__ = ["GradSync", "NoSync", "collective", "divide_shared", "do_collectives", "grad_sync"]
 
@@ -30,6 +31,7 @@ class GradSync(Protocol):
     is_sharded: bool
     reduces: bool
     """Whether this step reduces gradients; else they are left for a later one."""
+    trained: Trained
 
     @property
     def groups(self) -> Sequence[dist.ProcessGroup]:
@@ -38,11 +40,18 @@ class GradSync(Protocol):
     def held(self) -> list[nn.Parameter]:
         """The parameters with a gradient that another stage of this process may hold as well."""
 
-    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool) -> None:
+    def begin(
+        self,
+        earlier: MutableMapping[torch.Tensor, torch.Tensor],
+        *,
+        reduces: bool,
+        may_reduce: Callable[[], bool],
+    ) -> None:
         """Before the first action of a training step.
 
         `earlier` are gradients of former steps that were put aside. Those that were never
-        averaged are replaced there by their average.
+        averaged are replaced there by their average. `may_reduce` is asked before the first
+        collective of gradients: whether all replicas would make the same.
         """
 
     def unshard(self) -> None:
@@ -57,9 +66,12 @@ class GradSync(Protocol):
         """After the stage's last weight gradient: start to average over the replicas."""
 
     def used(self) -> list[bool]:
-        """What the replicas are told of the parameters; always as many flags."""
+        """For each parameter that wants a gradient: whether this step has made one."""
 
-    def finish(self, used: Sequence[bool], wait: Wait) -> None:
+    def left(self) -> list[bool]:
+        """For each: whether former steps have left one that was never averaged."""
+
+    def finish(self, used: Sequence[bool], left: Sequence[bool], wait: Wait) -> None:
         """After the last action, with what any replica has flagged: the averages are in `.grad`."""
 
     def end(self, *, succeeded: bool) -> None:
@@ -75,12 +87,17 @@ class NoSync:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.trained = Trained([module])
 
     def held(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]
 
     def begin(
-        self, earlier: MutableMapping[torch.Tensor, torch.Tensor], *, reduces: bool
+        self,
+        earlier: MutableMapping[torch.Tensor, torch.Tensor],
+        *,
+        reduces: bool,
+        may_reduce: Callable[[], bool],
     ) -> None: ...
 
     def unshard(self) -> None: ...
@@ -94,7 +111,10 @@ class NoSync:
     def used(self) -> list[bool]:
         return []
 
-    def finish(self, used: Sequence[bool], wait: Wait) -> None: ...
+    def left(self) -> list[bool]:
+        return []
+
+    def finish(self, used: Sequence[bool], left: Sequence[bool], wait: Wait) -> None: ...
 
     def end(self, *, succeeded: bool) -> None: ...
 

@@ -8,11 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.control.control import Control, agree_on
 from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters.tied import local
 from fxpipe.runtime.session import Session
-from fxpipe.runtime.wire.failure import described, raise_problems
 from fxpipe.runtime.wire.transport import TransportError
 
 __all__ = ["clip"]
@@ -39,17 +38,10 @@ def clip(
         except BaseException as error:
             problem, asked = error, []
         control.exchange([])  # every call begins with one: so different calls are noticed
-        told = None if problem is None else described(problem)
-        said = control.gather((told, repr(asked), sorted(mine)))
-        with control.alike(problem):
-            raise_problems([one[0] for one in said], problem)
-            if len({one[1] for one in said}) > 1:
-                shown = ", ".join(f"rank {rank} passes {one[1]}" for rank, one in enumerate(said))
-                raise InputError(
-                    "clip_grad_norm_ needs the same max_norm, norm_type and error_if_nonfinite on "
-                    f"all ranks, but {shown}"
-                )
-            total = _total(session, control, mine, {i for one in said for i in one[2]}, norm_type)
+        what = "(max_norm, norm_type, error_if_nonfinite)"
+        said = agree_on(control, what, tuple(asked), problem, sorted(mine))
+        with control.alike():
+            total = _total(session, control, mine, {i for one in said for i in one}, norm_type)
             if error_if_nonfinite and not math.isfinite(total):
                 raise InputError(
                     f"the gradient norm is {float(total)}; gradients were left as they are. "

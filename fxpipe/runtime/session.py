@@ -8,9 +8,7 @@ call has one deadline, and ranks that make different calls are told so.
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,17 +25,18 @@ from fxpipe.runtime.agree.inputs import signature
 from fxpipe.runtime.agree.module_state import ModuleState, surroundings
 from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
 from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan
-from fxpipe.runtime.agree.tied_copies import TiedCopies
-from fxpipe.runtime.control.control import Control, agree
+from fxpipe.runtime.agree.tied_copies import TiedCopies, compare_copies
+from fxpipe.runtime.control.control import Control, agree, bits_of, check_same, number_of
 from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.control.group_control import GroupControl, control_of
+from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun, bits_of, number_of
+from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
 from fxpipe.runtime.wire.failure import Deadline, described, note, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
@@ -47,32 +46,9 @@ from fxpipe.runtime.wire.transport import (
     TransportError,
 )
 
-__all__ = ["Newcomer", "Session"]
+__all__ = ["Session"]
 
 MAX_PLANS = 64
-
-
-_NEW: list[weakref.ref[Newcomer]] = []
-
-
-class Newcomer:
-    """A schedule that has not run yet. Ranks tell such schedules apart by their order."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        _NEW.append(weakref.ref(self))
-
-    def place(self) -> int:
-        """Which of the new schedules of its group this is, from 1 on."""
-        if len(_NEW) > 1:
-            gc.collect()  # what nobody can use any more must not count on some ranks only
-            _NEW[:] = [ref for ref in _NEW if ref() is not None]
-        group, found = resolve_group(self._group), [ref() for ref in _NEW]
-        mine = [one for one in found if one and resolve_group(one._group) is group]
-        return mine.index(self) + 1
-
-    def leave(self) -> None:
-        _NEW[:] = [ref for ref in _NEW if ref() not in (None, self)]
 
 
 class Session:
@@ -259,11 +235,9 @@ class Session:
         vectors = control.exchange(mine)
         if any(v[0] for v in vectors):
             agree(control, problem)
-        scales = [number_of(v[4]) for v in vectors]
-        if len(set(scales)) > 1:
+        if len({v[4] for v in vectors}) > 1:
             with control.alike():
-                shown = ", ".join(f"{scale:g} on rank {rank}" for rank, scale in enumerate(scales))
-                raise InputError(f"grad_scale must be the same on all ranks, but is {shown}")
+                check_same("grad_scale", [number_of(v[4]) for v in vectors])
         self._copies.check([v[3] for v in vectors], control)
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
@@ -308,7 +282,7 @@ class Session:
         self._connect(control)
         is_replaced = any(one["ties"] for one in said)
         if is_replaced and self._number:
-            self._copies.compare(maker.tied, control)
+            compare_copies(maker.tied, control)
         plan = maker.make(
             [one["brief"] for one in said],
             chunks,

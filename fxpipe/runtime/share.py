@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fxpipe.errors import InputError
+from fxpipe.runtime.control.control import agree_on
 from fxpipe.runtime.session import Session
-from fxpipe.runtime.wire.failure import described, raise_problems
 
 __all__ = ["check_alike", "share"]
 
@@ -22,12 +22,7 @@ def check_alike(
     """
     with session.call(call) as control:
         control.exchange([])
-        said = control.gather((None if problem is None else described(problem), value))
-        with control.alike(problem):
-            raise_problems([found for found, _ in said], problem)
-            if len({one for _, one in said}) > 1:
-                shown = ", ".join(f"{one} on rank {rank}" for rank, (_, one) in enumerate(said))
-                raise InputError(f"{call}() needs {what} to be the same on all ranks, got {shown}")
+        agree_on(control, what, value, problem)
 
 
 def share(session: Session, call: str, value: Any, default: Any = ...) -> Any:

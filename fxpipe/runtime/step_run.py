@@ -12,7 +12,6 @@ that fails leaves gradients and buffers as they were before it.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from fxpipe.program import Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
 from fxpipe.runtime.agree.request import Call, Chunks, split_call
 from fxpipe.runtime.agree.step_plan import StepPlan
-from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.control.control import Control, bits_of, number_of
 from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.replicas import Replicas
@@ -36,11 +35,12 @@ from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_lo
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
 from fxpipe.runtime.wire.transport import Transport, TransportError
+from fxpipe.torch_inside import parameters_of, version_of
 
 if TYPE_CHECKING:
     from fxpipe.runtime.session import Session
 
-__all__ = ["BatchWeightError", "Outcome", "StepRun", "bits_of", "number_of"]
+__all__ = ["BatchWeightError", "Outcome", "StepRun"]
 
 
 class BatchWeightError(Exception):
@@ -91,6 +91,7 @@ class StepRun:
         self.leaves = InputLeaves()
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
+        self._versions: dict[nn.Parameter, int] = {}
         # Of the batch, where the loss is a sum with a weight; on an accelerator it stays there.
         self._weight: float | torch.Tensor | None = None
         self.step = StepData(
@@ -152,6 +153,7 @@ class StepRun:
         """Keep gradients and buffers. Copies first: what cannot be copied has not been touched."""
         state = self.session.state
         parameters = state.parameters if self.trains else []
+        self._versions = {p: version_of(p) for p in parameters if p.requires_grad}
         # Old gradients go aside where the step's own must be told apart from them.
         apart = parameters
         if self.session.sums_weights is False:
@@ -181,6 +183,19 @@ class StepRun:
         if self._stash is not None:
             self._stash.undo()
         lost = [] if self._rollback is None else self._rollback.undo()
+        changed = {p for p, version in self._versions.items() if version_of(p) != version}
+        if changed:
+            named = (
+                f"{path}.{key}"
+                for path, module in self.session.state.modules
+                for key, p in parameters_of(module).items()
+                if p in changed
+            )
+            note(
+                error,
+                f"the failed step has changed {next(named)} and {len(changed) - 1} more "
+                "parameters, by an optimizer in a hook: they stay changed, load a checkpoint",
+            )
         if lost:
             note(
                 error,
@@ -335,7 +350,8 @@ class StepRun:
         stays = isinstance(self._weight, torch.Tensor)
         number = self._weight if isinstance(self._weight, float) else 0.0
         weighted = 0 if self._weight is None else 2 if stays else 1
-        flags = (failure is not None, weighted, bool(self.step.aux))
+        step = self.step
+        flags = (failure is not None, weighted, bool(step.aux), step.has_differentiated)
         vectors = self.control.exchange([*map(int, flags), bits_of(number)])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
@@ -344,6 +360,12 @@ class StepRun:
             if failure is not None:
                 raise failure
             raise remote_error(known or Failure(failed, "error", "no message was left"))
+        if self.trains and not any(v[3] for v in vectors):
+            self.control.raises_everywhere = True
+            raise InputError(
+                "the loss does not depend on anything that requires a gradient: step() would give "
+                "none. Is every parameter frozen? Call eval() for the loss alone"
+            )
         summed = [v for v in vectors if v[1]]
         if not self.trains or not self.session.options.scale_grads:
             return None
@@ -366,7 +388,7 @@ class StepRun:
                 return torch.where(on_device != 0, 1.0 / on_device, torch.zeros_like(on_device))
             total = float(on_device) or math.inf
         else:
-            total = sum(number_of(v[3]) for v in summed) or math.inf
+            total = sum(number_of(v[4]) for v in summed) or math.inf
         if total == assumed or math.isnan(assumed):
             return None
         if must_be_known:
@@ -425,12 +447,3 @@ def _weighted(totals: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     if len(set(weights)) == 1:
         return totals.mul(weights[0]).sum()
     return torch.stack([one * weight for one, weight in zip(totals, weights, strict=True)]).sum()
-
-
-def bits_of(value: float) -> int:
-    """A number as a whole number that ranks can exchange."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def number_of(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

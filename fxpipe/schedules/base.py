@@ -30,8 +30,9 @@ from fxpipe.runtime.agree.arguments import (
     timeout_seconds,
 )
 from fxpipe.runtime.agree.request import Call, Options
+from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.norms import clip
-from fxpipe.runtime.session import Newcomer, Session
+from fxpipe.runtime.session import Session
 from fxpipe.runtime.share import check_alike, share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup

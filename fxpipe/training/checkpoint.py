@@ -30,7 +30,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.control.control import Control, agree
+from fxpipe.runtime.control.control import Control, agree, check_same
 from fxpipe.training.restore import Restoring, own_extra
 from fxpipe.training.state import (
     Optimizers,
@@ -176,6 +176,7 @@ def _agreed_state(
         mine = {
             "folder": next_name(run, step),
             "run": str(run),
+            "step": step,
             "names": {p.stage: [*p.tensors(), *p.others()] for p in _uncertain(parts)},
             "extra": {name: _saved_as(name, value) for name, value in extra.items()},
             "random": random_state(parts),
@@ -187,6 +188,7 @@ def _agreed_state(
     said = control.gather(mine)
     runs = {one["run"] for one in said}
     with control.alike():
+        check_same("step", [one["step"] for one in said])
         if len(runs) > 1:
             raise InputError(f"all ranks must save to one folder that all see, got {sorted(runs)}")
     own = _own_names(control, said, parts)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe import (
     FxpipeError,
+    GradScaler,
     Pipeline,
     RemoteStageError,
     Schedule1F1B,
@@ -67,7 +68,11 @@ def losses_that_is_no_list(rank: int, modules: list[nn.Module]) -> Any:
 def clip_to_other_norms(rank: int, modules: list[nn.Module]) -> Any:
     made = schedule(rank, modules)
     made.step(X, target=Y)
-    return made, lambda: made.clip_grad_norm_(0.1 + rank), "the same max_norm"
+    return (
+        made,
+        lambda: made.clip_grad_norm_(0.1 + rank),
+        "error_if_nonfinite. must be the same on all ranks",
+    )
 
 
 def clip_by_no_number(rank: int, modules: list[nn.Module]) -> Any:
@@ -202,7 +207,11 @@ def gradients_scaled_on_one_rank(rank: int, modules: list[nn.Module]) -> Any:
         finally:
             made.grad_scale = 1.0
 
-    return made, step, "grad_scale must be the same on all ranks, but is 1 on rank 0, 4 on rank 1"
+    return (
+        made,
+        step,
+        "grad_scale must be the same on all ranks, but got 1.0 on rank 0, 4.0 on rank 1",
+    )
 
 
 def loss_everywhere_but_at_the_last_stage(rank: int, modules: list[nn.Module]) -> Any:
@@ -237,7 +246,7 @@ def losses_of_two_kinds(rank: int, modules: list[nn.Module]) -> Any:
 def unequal_numbers_of_batches(rank: int, modules: list[nn.Module]) -> Any:
     made = schedule(rank, modules)
     batches = [(X, Y)] * (2 + rank)
-    words = "the number of batches to be the same on all ranks, got 2 on rank 0, 3 on rank 1"
+    words = "the number of batches must be the same on all ranks, but got 2 on rank 0, 3 on rank 1"
     return made, lambda: Pipeline(made).accumulate(batches), words
 
 
@@ -252,7 +261,44 @@ def batches_that_cannot_be_read(rank: int, modules: list[nn.Module]) -> Any:
     return made, lambda: Pipeline(made).accumulate(batches()), "the disk is gone"
 
 
+def checkpoint_of_another_step(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    words = "step must be the same on all ranks, but got 1 on rank 0, 2 on rank 1"
+    return made, lambda: save_checkpoint("never", made, step=1 + rank), words
+
+
+def unscale_beside_another_call(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+    made.step(X, target=Y)
+    optimizer = torch.optim.SGD(modules[rank].parameters(), 0.1)
+    scaler = GradScaler(made, "cpu", init_scale=4.0)
+    made.grad_scale = 1.0
+
+    def call() -> None:
+        if rank:
+            scaler.unscale_(optimizer)
+        made.clip_grad_norm_(1.0)
+
+    return made, call, "rank 0 calls clip_grad_norm_.*rank 1 calls scaler"
+
+
+def nothing_that_wants_a_gradient(rank: int, modules: list[nn.Module]) -> Any:
+    made = schedule(rank, modules)
+
+    def call() -> None:
+        modules[rank].requires_grad_(False)
+        try:
+            made.step(X, target=Y)
+        finally:
+            modules[rank].requires_grad_(True)
+
+    return made, call, "does not depend on anything that requires a gradient"
+
+
 CAUSES = [
+    checkpoint_of_another_step,
+    unscale_beside_another_call,
+    nothing_that_wants_a_gradient,
     tied_copy_assigned_on_one_rank,
     tied_copy_changed_without_a_version,
     tied_copy_with_another_learning_rate,

@@ -21,7 +21,9 @@ from fxpipe import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleZBH1,
+    get_schedule_class,
 )
+from fxpipe.program import Kind
 from fxpipe.program.generators import forward_only_on, get_schedule
 
 X, Y = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
@@ -406,3 +408,57 @@ def test_tied_copies_of_one_rank_are_compared_too() -> None:
 def test_a_timeout_is_a_positive_number(timeout: Any) -> None:
     with pytest.raises(InputError, match="timeout must be a positive number of seconds"):
         schedule_of(parts(), timeout=timeout)
+
+
+def test_a_complex_loss_is_refused_and_the_next_step_works() -> None:
+    modules = parts()
+    kinds = [torch.complex128, torch.float64]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target).to(kinds[0])
+
+    made = schedule_of(modules, loss_fn=loss)
+    before = state_of(modules)
+    with pytest.raises(InputError, match=r"must return a real number, but returned torch.complex"):
+        made.step(X, target=Y)
+    assert same(state_of(modules), before)
+
+    kinds.pop(0)
+    made.step(X, target=Y)
+    assert all(p.grad is not None for module in modules for p in module.parameters())
+
+
+def test_the_failing_part_of_a_pair_is_named() -> None:
+    """The action is a forward beside a backward; only the backward of stage 3 fails."""
+    modules = [nn.Linear(4, 4).double() for _ in range(4)]
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 4, "cpu", group=group) for i, m in enumerate(modules)]
+    made = get_schedule_class("DualPipeV")(stages, 4, loss_fn=F.mse_loss)
+    pairs = [a for actions in made.program.ranks for a in actions if a.parts]
+    failing = next(part for pair in pairs for part in pair.parts if part.kind is not Kind.FORWARD)
+    seen = []
+
+    def fail(grad: Tensor) -> None:
+        seen.append(grad)
+        if len(seen) == failing.microbatch + 1:
+            raise ValueError("not this one")
+
+    modules[failing.stage].bias.register_hook(fail)
+    with pytest.raises(ValueError, match="not this one") as caught:
+        made.step(X, target=Y)
+    assert f"action {failing}" in "".join(caught.value.__notes__)
+
+
+def test_parameters_that_a_failed_step_has_changed_are_named() -> None:
+    modules = parts()
+    made = schedule_of(modules)
+    optimizer = torch.optim.SGD(modules[1].parameters(), 0.1)
+
+    def update(_: Tensor) -> None:
+        optimizer.step()
+        raise OSError("and then this")
+
+    modules[1].linear.bias.register_post_accumulate_grad_hook(update)
+    with pytest.raises(OSError, match="and then this") as caught:
+        made.step(X, target=Y)
+    assert "has changed stage 1.linear.bias and 2 more" in "".join(caught.value.__notes__)

@@ -415,7 +415,7 @@ class AgreedSizes(GraphCall):
         found = [list(leaf.shape) for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
         if found != [list(shape) for shape in expected]:
             raise InputError(
-                "a size depends on values or sizes of the inputs, and later stages rely on how it "
+                "a size depends on values of the inputs, and later stages rely on how it "
                 f"was traced:\n  {self._place}: {self._place.source}\nshould be of size "
                 f"{_text(expected)}, and is of size {_text(found)}\n{_ADVICE}"
             )

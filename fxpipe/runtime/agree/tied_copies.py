@@ -21,7 +21,7 @@ from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.parameters.tied import TiedGroup, local
 from fxpipe.torch_inside import version_of
 
-__all__ = ["TiedCopies"]
+__all__ = ["TiedCopies", "compare_copies"]
 
 _NONE, _SEVERAL = -1, -2
 _SAMPLE = 64  # elements of a copy that are compared
@@ -58,20 +58,21 @@ class TiedCopies:
         """
         known = set(advances) - {_NONE}
         if len(known) > 1 or _SEVERAL in known:
-            self.compare(self._groups, control)
+            compare_copies(self._groups, control)
         elif self._groups and (self._calls in _FIRST or self._calls % _EVERY == 0):
             _compare(self._groups, control, _sample, _is_close)
 
-    def compare(self, groups: Sequence[TiedGroup], control: Control) -> None:
-        """Compare the values of all copies.
-
-        Raises:
-            InputError: on all ranks: a tied parameter has different values.
-        """
-        _compare(groups, control, _digest, lambda a, b: bool(a == b))
-
     def _found(self, groups: Sequence[TiedGroup]) -> list[int]:
         return [version_of(p) for g in groups for some in g.parameters.values() for p in some]
+
+
+def compare_copies(groups: Sequence[TiedGroup], control: Control) -> None:
+    """Compare the values of all copies.
+
+    Raises:
+        InputError: on all ranks: a tied parameter has different values.
+    """
+    _compare(groups, control, _digest, lambda a, b: bool(a == b))
 
 
 def _compare(

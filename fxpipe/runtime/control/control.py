@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RemoteStageError
+from fxpipe.errors import FxpipeError, InputError, RemoteStageError
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, raise_problems, remote_error
 from fxpipe.runtime.wire.transport import TransportError
 
-__all__ = ["CALLS", "Control", "agree"]
+__all__ = ["CALLS", "Control", "agree", "agree_on", "bits_of", "check_same", "number_of"]
 
 CALLS = (
     *("nothing", "step", "eval", "clip_grad_norm_"),
@@ -125,3 +126,39 @@ def agree(control: Control, problem: BaseException | None) -> None:
     told = control.gather(None if problem is None else described(problem))
     with control.alike(problem):
         raise_problems(told, problem)
+
+
+def agree_on(
+    control: Control, what: str, value: Any, problem: BaseException | None = None, more: Any = None
+) -> list[Any]:
+    """All ranks come here; they must have the same value. What each says beside it.
+
+    Raises:
+        InputError: on all ranks: they have different values.
+        the problem of this rank, where it has one; RemoteStageError on the other ranks.
+    """
+    said = control.gather((None if problem is None else described(problem), value, more))
+    with control.alike(problem):
+        raise_problems([one[0] for one in said], problem)
+        check_same(what, [one[1] for one in said])
+    return [one[2] for one in said]
+
+
+def check_same(what: str, values: Sequence[Any]) -> None:
+    """Compare the values of all ranks.
+
+    Raises:
+        InputError: they are different.
+    """
+    if len(set(map(repr, values))) > 1:  # as written: NaN is like itself
+        shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+        raise InputError(f"{what} must be the same on all ranks, but got {shown}")
+
+
+def bits_of(value: float) -> int:
+    """A number as a whole number that ranks can exchange."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def number_of(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

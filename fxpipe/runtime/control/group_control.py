@@ -155,6 +155,8 @@ class GroupControl(Control):
     ) -> None:
         if self.board.failure is not None and self.board.is_over:
             more = "the connection to the other ranks is broken since then: make a new schedule"
+            if self.board.failure.kind == "lost":
+                more = "a process of this group is gone: start the job again from a checkpoint"
             raise remote_error(self.board.failure, more)
         if not self._busy.acquire(blocking=False):
             raise InputError(

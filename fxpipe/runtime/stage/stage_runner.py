@@ -308,6 +308,7 @@ class StageRunner:
             if deferral is not None:
                 rest = deferral.run
             if roots:
+                step.has_differentiated = True
                 (run_backward if deferral is None else deferral.backward)(roots, seeds)
             if dw_builder is not None:
                 rest = dw_builder()

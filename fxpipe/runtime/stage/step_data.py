@@ -33,6 +33,7 @@ class StepData:
     """A factor of all gradients; what is reported as loss is without it."""
     outputs: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, LossTerm] = field(default_factory=dict)
+    has_differentiated: bool = False
     aux: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     _asides: list[GradStash] = field(default_factory=list)

@@ -430,8 +430,13 @@ class StepRun:
         aux = [value * step.weights[m] for m, value in step.aux]
         output = None
         if step.keeps_outputs:
-            made = [step.outputs[m] for m in range(n)]
-            output = merge_chunks(made, self.session.options.output_merge_spec, rows=self.plan.rows)
+            made, rows = [step.outputs[m] for m in range(n)], self.plan.rows
+            spec, size = self.session.options.output_merge_spec, n // (self.call.batches or 1)
+            merged = [
+                merge_chunks(made[at : at + size], spec, rows=rows and rows[at : at + size])
+                for at in range(0, n, size)
+            ]
+            output = merged[0] if self.call.batches is None else merged
         spans = [s for e in self.plan.executors for s in e.spans or ()]
         return Outcome(
             output,

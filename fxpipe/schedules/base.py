@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +37,7 @@ from fxpipe.runtime.share import check_alike, share
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules.overrides import FIXED, check_overrides
+from fxpipe.schedules.stream import eval_stream
 from fxpipe.stage import PipelineStage
 
 __all__ = ["Schedule"]
@@ -251,6 +252,15 @@ class Schedule:
         more = (return_outputs, losses, presplit)
         with torch.no_grad():
             return self._run(Call(False, args, kwargs, target, loss_kwargs or {}, *more))
+
+    def eval_stream(self, batches: Iterable[Any], *, at_once: int = 8) -> Iterator[Any]:
+        """Run forwards of many batches without draining the pipeline between them.
+
+        Go through the result on every rank: it has one output per batch on the rank of the last
+        stage and None elsewhere. A batch is a tensor, a tuple, or a dict of keywords; `()` on a
+        rank that has no inputs. `at_once` batches are read, run as one call, and handed out.
+        """
+        return eval_stream(self, batches, at_once)
 
     @property
     def grad_scale(self) -> float:

@@ -31,6 +31,7 @@ from fxpipe.program.generators import get_schedule
 from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.schedules import Schedule, get_schedule_class
+from fxpipe.schedules.stream import arguments
 from fxpipe.stage import PipelineStage
 from fxpipe.training.state import parts_of
 
@@ -167,7 +168,7 @@ class Pipeline:
         before = Rollback(self.parameters(), (), ChangingBuffers())
         try:
             for number, (inputs, target) in enumerate(every):
-                args, kwargs = _arguments(inputs)
+                args, kwargs = arguments(inputs)
                 with self._no_sync(number < len(every) - 1):
                     self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
                 losses.append(self.schedule.shared_loss())
@@ -244,12 +245,6 @@ def causal_lm_loss(output: Any, labels: torch.Tensor) -> tuple[torch.Tensor, tor
     flat = logits.reshape(-1, logits.shape[-1]).float()
     total = F.cross_entropy(flat, shifted, ignore_index=-100, reduction="sum")
     return total, (shifted != -100).sum()
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ class Call:
     losses: list[torch.Tensor] | None = None
     presplit: tuple[Any, Any, Any] = (None, None, None)  # arg_mbs, kwarg_mbs, target_mbs
     finalizes: bool = True  # average gradients over replicas, or leave that to a later step
+    batches: int | None = None  # so many, one behind the other, whose outputs are a list
 
     def taken(self, n: int) -> Call:
         """The same call with microbatches taken from lists and iterators, once per step."""

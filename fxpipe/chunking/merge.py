@@ -12,6 +12,7 @@ Children are matched by name, not by order. Without a spec,
 - a 0-dimensional floating point tensor is taken to be a mean over the rows, as a scalar
   from a loss function is: the result is the mean weighted by rows, again 0-dimensional,
   as `ModelOutput.loss` must be. For a sum write `sum_reducer`;
+- key-value caches of Hugging Face models that grow are opened: keys and values are such tensors;
 - everything else (None, numbers, strings, integer scalars) must be equal in all
   microbatches and is returned as it is.
 
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.chunking.caches import open_cache
 from fxpipe.chunking.specs import (
     CustomReducer,
     Replicate,
@@ -117,7 +119,8 @@ class _Merger:
 
     def align(self, values: list[Any], spec: Any, path: Path, *, is_direct: bool) -> Template:
         """Take all trees apart together, matching children by their keys."""
-        nodes = [open_node(value) for value in values]
+        opens = spec is None  # a reducer may be meant for a cache as a whole
+        nodes = [(open_cache(value) if opens else None) or open_node(value) for value in values]
         first = nodes[0]
         for index, node in enumerate(nodes):
             if not _same_structure(values[0], first, values[index], node):

@@ -258,6 +258,11 @@ class _Sequences:
     def _give_cache(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._microbatch is None:
             return args, kwargs
+        if kwargs.get("past_key_values") is not None:
+            raise InputError(
+                "the model makes a key-value cache of its own, which would travel from stage to "
+                "stage: set model.config.use_cache = False before it is traced"
+            )
         return args, {**kwargs, "past_key_values": self._caches[self._microbatch]}
 
     def _check_caches(self) -> None:

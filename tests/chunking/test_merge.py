@@ -231,6 +231,22 @@ def test_reducer_may_merge_any_object():
     assert merged["cache"] == (parts[0]["cache"], parts[1]["cache"])
 
 
+def test_caches_become_one_and_are_left_alone():
+    parts = [DynamicCache() for _ in range(2)]
+    for rows, part in enumerate(parts, start=1):
+        for layer in range(3):
+            part.update(rand(rows, 2, 5, 4, seed=layer), rand(rows, 2, 5, 4, seed=9), layer)
+
+    merged = merge_chunks(parts, None, rows=[1, 2])
+
+    assert type(merged) is DynamicCache
+    assert merged.get_seq_length() == 5
+    for layer, one, other in zip(merged.layers, *(part.layers for part in parts), strict=True):
+        assert torch.equal(layer.keys, torch.cat([one.keys, other.keys]))
+        assert torch.equal(layer.values, torch.cat([one.values, other.values]))
+    assert parts[0].layers[0].keys.shape[0] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bfloat16])
 def test_sum_keeps_the_dtype(dtype):
     assert merge_chunks([scalar(1, dtype), scalar(2, dtype)], sum_reducer).dtype == dtype
@@ -293,7 +309,11 @@ UNMERGEABLE = {
         "output: nested tensors cannot be concatenated",
     ),
     "array": ([np.zeros(2), np.ones(2)], "microbatches 0 and 1 gave different values (a ndarray)"),
-    "object": ([DynamicCache(), DynamicCache()], "gave different values (a DynamicCache)"),
+    "object": ([object(), object()], "gave different values (a object)"),
+    "offloaded cache": (
+        [DynamicCache(offloading=True), DynamicCache(offloading=True)],
+        "gave different values (a DynamicCache)",
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from models import gpt
 from tests.distributed.ranks import run_on_ranks
 
 
-def llama() -> Any:
+def llama(use_cache: bool = False) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -22,7 +22,7 @@ def llama() -> Any:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        use_cache=False,
+        use_cache=use_cache,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -160,6 +160,13 @@ def test_a_model_that_is_cast_after_its_trace() -> None:
         model = llama()
         found = generate(piped(model, LocalGroup(2)), IDS, max_new_tokens=6)
         assert torch.equal(torch.stack(found), wanted(model, IDS))
+
+
+def test_a_model_that_makes_caches_of_its_own_is_refused() -> None:
+    pipe = piped(llama(use_cache=True), LocalGroup(2))
+
+    with pytest.raises(InputError, match="use_cache = False before it is traced"):
+        generate(pipe, IDS, max_new_tokens=6)
 
 
 def test_a_schedule_with_hooks_sees_every_forward() -> None:

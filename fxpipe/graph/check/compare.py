@@ -108,6 +108,9 @@ def _text(what: str, one: Any, other: Any) -> str:
         return _kernels_text(one, other)
     if what.startswith("random state"):
         return f"{what}: the stages do not draw the same random numbers"
+    if what.startswith("kind of"):
+        kinds = ["nothing" if kind is _MISSING else kind for kind in (one, other)]
+        return f"{what}: {kinds[0]} in the plain model, {kinds[1]} in the stages"
     is_pair = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     is_pair &= not (isinstance(one, FakeTensor) or isinstance(other, FakeTensor))
     if is_pair and one.shape == other.shape and one.dtype == other.dtype and one.numel() > 4:

@@ -26,6 +26,7 @@ from fxpipe.graph.check.variants import Call, Variant
 from fxpipe.graph.guard.stage_guard import StageGuard
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.nested import (
+    Accessor,
     branch,
     contents,
     map_leaves,
@@ -252,9 +253,9 @@ def _random_items() -> dict[str, Any]:
 
 
 def _output_items(output: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"kind of output": _structure(output)}
+    found: dict[str, Any] = dict(_kinds(output, ()))
     for path, leaf in walk(output):
-        where = f"output{path_text((('item', ''), *path))}"
+        where = _output_path(path)
         if isinstance(leaf, torch.Tensor):
             found[f"{where} requires_grad"] = leaf.requires_grad
             leaf = leaf.detach()
@@ -262,11 +263,17 @@ def _output_items(output: Any) -> dict[str, Any]:
     return found
 
 
-def _structure(value: Any) -> Any:
+def _kinds(value: Any, path: tuple[Accessor, ...]) -> Iterator[tuple[str, str]]:
+    """What stands at each place of an output."""
+    kind = "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    yield f"kind of {_output_path(path)}", kind
     found = branch(value)
-    if found is None:
-        return "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
-    return (type(value).__name__, *map(_structure, found.children))
+    for accessor, child in zip(found.accessors, found.children, strict=True) if found else ():
+        yield from _kinds(child, (*path, accessor))
+
+
+def _output_path(path: tuple[Accessor, ...]) -> str:
+    return f"output{path_text((('item', ''), *path))}"
 
 
 def _input_items(call: Call) -> dict[str, Any]:

@@ -231,7 +231,7 @@ class StageWriter:
         return self._graph.create_node("call_function", rebuild, tuple(children), {})
 
     def _constant(self, value: Any) -> Any:
-        if isinstance(value, (*WRITABLE, sympy.Basic)):
+        if isinstance(value, (*WRITABLE, sympy.Basic, StageDevice)):
             return self.argument(value)
         kind = Fresh if any(True for _ in mutable_parts(value)) else Constant
         return self._graph.create_node("call_function", kind(value), (), {})

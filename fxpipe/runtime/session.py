@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import InputError, InputTypeError
@@ -31,6 +32,7 @@ from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.control.group_control import GroupControl, control_of
 from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.parameters import tied as ties
+from fxpipe.runtime.parameters.partners import Partners, partner_groups
 from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
@@ -89,6 +91,7 @@ class Session:
         self._plans: OrderedDict[Any, StepPlan] = OrderedDict()
         self._tied_epoch = 0
         self._copies = TiedCopies()
+        self._spread: tuple[int, Sequence[dist.ProcessGroup]] | None = None
         self._batch_weight = 1.0  # of the latest batch with auxiliary losses beside a weighted sum
 
     @property
@@ -144,24 +147,47 @@ class Session:
             InputError or PipeliningShapeError on all ranks, before anything is sent.
         """
         with self.call("step" if call.training else "eval") as control:
+            partners = Partners(self._spread_over(), self.options.timeout)
+            control.explain = partners.explained
             try:
-                plan, call, chunks, records = self._agree(call, control)
-            except TransportError as error:
-                raise control.lost(error) from error
+                with partners.limited():
+                    return self._step(call, control, partners)
             except BaseException as error:
-                try:
-                    self._tell_replicas(call, "{}: {}".format(*described(error)))
-                except Exception as other:
-                    note(error, "replicas were not told: {}: {}".format(*described(other)))
+                partners.tell("{}: {}".format(*described(error)))
                 raise
-            self.plan = self._running = plan
-            outcome = self._run(control, plan, call, chunks, records)
-            if records:
-                outcome = self._with_all_spans(outcome, control)
-            return outcome
+
+    def _spread_over(self) -> Sequence[dist.ProcessGroup]:
+        """Groups of ranks with which this one shares stages, as the latest call found them."""
+        if self._spread is None or self._spread[0] != self.state.epoch:
+            modules = [m.submod for m in self.stages.values() if isinstance(m.submod, nn.Module)]
+            self._spread = self.state.epoch, partner_groups(modules, self.options.tp_group)
+        return self._spread[1]
+
+    def _step(self, call: Call, control: Control, partners: Partners) -> Outcome:
+        try:
+            plan, call, chunks, records = self._agree(call, control, partners)
+        except TransportError as error:
+            raise control.lost(error) from error
+        except BaseException as error:
+            try:
+                self._tell_replicas(call, "{}: {}".format(*described(error)))
+            except Exception as other:
+                note(error, "replicas were not told: {}: {}".format(*described(other)))
+            raise
+        self.plan = self._running = plan
+        outcome = self._run(control, plan, call, chunks, partners, records)
+        if records:
+            outcome = self._with_all_spans(outcome, control)
+        return outcome
 
     def _run(
-        self, control: Control, plan: StepPlan, call: Call, chunks: Chunks, records: bool
+        self,
+        control: Control,
+        plan: StepPlan,
+        call: Call,
+        chunks: Chunks,
+        partners: Partners,
+        records: bool,
     ) -> Outcome:
         """Run the step; once more if the weight of the batch had to be known before."""
         draws = None
@@ -171,7 +197,7 @@ class Session:
         assumed = 1.0 if plan.has_replicas else self._batch_weight
         for _ in range(3):
             self.run = StepRun(
-                self, control, self._transports, plan, call, chunks,
+                self, control, self._transports, plan, call, chunks, partners,
                 records_spans=records, batch_weight=assumed,
             )  # fmt: skip
             try:
@@ -219,7 +245,9 @@ class Session:
                 for sync in syncs.values():
                     sync.reshard()
 
-    def _agree(self, call: Call, control: Control) -> tuple[StepPlan, Call, Chunks, bool]:
+    def _agree(
+        self, call: Call, control: Control, partners: Partners
+    ) -> tuple[StepPlan, Call, Chunks, bool]:
         """The plan for this call, the same on all ranks, and the inputs split for it."""
         chunks, problem, key = Chunks([], [], None), None, -1
         try:
@@ -228,6 +256,7 @@ class Session:
             front = next(iter(self.stages.values())).front
             chunks = split_call(call, front, self.options, self.program.num_microbatches)
             key = self._key_of(call)
+            partners.begin()
         except BaseException as error:
             problem = error
         advance = self._copies.advance(self.state.epoch)
@@ -241,6 +270,10 @@ class Session:
         self._copies.check([v[3] for v in vectors], control)
         keys, records = tuple(v[1] for v in vectors), any(v[2] for v in vectors)
         found = self._plans.get(keys)
+        unlike = partners.compare(call.training, call.finalizes, found is None)
+        if unlike:
+            with control.alike():
+                raise InputError(unlike)
         if found is None:
             found = self._make_plan(call, chunks, key, control)
         self._plans.move_to_end(keys)

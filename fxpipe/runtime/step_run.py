@@ -28,6 +28,7 @@ from fxpipe.runtime.agree.step_plan import StepPlan
 from fxpipe.runtime.control.control import Control, bits_of, number_of
 from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters import tied as ties
+from fxpipe.runtime.parameters.partners import Partners
 from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.tied import Scale
 from fxpipe.runtime.rollback import Rollback
@@ -77,6 +78,7 @@ class StepRun:
         plan: StepPlan,
         call: Call,
         chunks: Chunks,
+        partners: Partners,
         *,
         records_spans: bool,
         batch_weight: float,
@@ -88,6 +90,7 @@ class StepRun:
         self.trains = call.training and plan.has_loss
         syncs = [runner.sync for runner in plan.runners.values()]
         self._replicas = Replicas(syncs, session.options.timeout, reduces=call.finalizes)
+        self._partners = partners
         self.leaves = InputLeaves()
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
@@ -262,6 +265,7 @@ class StepRun:
             if self.trains:
                 self._replicas.finish()
                 self._add_up_tied()
+            self._partners.finish()
             outcome.append(made)
         except InterruptedStepError as interrupted:
             failure = interrupted.failure
@@ -272,7 +276,7 @@ class StepRun:
         except TransportError as error:
             raise self._lost(error) from error
         except BaseException as raised:
-            meant = self._replicas.explained(raised)
+            meant = self.control.explain(self._replicas.explained(raised))
             self._describe(meant)
             return self._drained(meant)
         return None
@@ -316,6 +320,7 @@ class StepRun:
     def _drained(self, error: BaseException) -> BaseException:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
         try:
+            self._partners.tell("{}: {}".format(*described(error)))
             if self.trains:
                 self._replicas.begin({})
             if self.session.is_local:
@@ -334,6 +339,7 @@ class StepRun:
         return error
 
     def _tell_replicas(self, message: str) -> None:
+        self._partners.tell(message)
         if self.trains:
             self._replicas.give_up(message)
 

@@ -1,6 +1,7 @@
 """Pipelines of tensor-parallel stages: DTensors cross boundaries, and weights are DTensors."""
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxpipe import InputError, PipelineStage, get_schedule_class, pipeline
+from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class, pipeline
 from fxpipe.runtime.stage.deferral import Deferral
 from fxpipe.runtime.wire.packing import Shares
 from tests.backends import nccl_like
@@ -188,6 +189,92 @@ def test_over_streams_equal_values_are_sent_in_shares(
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_every_schedule_on_every_model_of_streams(schedule: str, style: str, streams: str) -> None:
     run_on_ranks(4, on_streams, schedule, style, False, streams)
+
+
+class Faulty(nn.Module):
+    """Fails between the collectives of a block."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        if self.fails:
+            raise ValueError("one part is bad")
+        return made
+
+
+def one_part_fails(rank: int, way: str, call: str) -> str:
+    """A step of two pipelines that share their stages, in which something fails; the words."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Faulty(Mlp()), Mlp()) for _ in range(2)))
+    plain = copy.deepcopy(model)
+    stage = model[rank // 2]
+    for block in (stage[0].inner, stage[1]):
+        parallelized(block, mesh["tp"], "replicated")
+    group = mesh["pp"].get_group()
+    made = get_schedule_class("1F1B")(
+        PipelineStage(stage, rank // 2, 2, "cpu", group=group), 4, loss_fn=mse, timeout=60.0
+    )
+    x, y = rand(ROWS, LENGTH, WIDTH), rand(ROWS, LENGTH, WIDTH, seed=2)
+    made.step(x, target=y)
+    stage.zero_grad()
+    is_odd = rank == 1 or way == "alike"
+    rows = ROWS - 5 if way == "inputs" and rank % 2 else ROWS
+    stage[0].fails = is_odd and way in ("one", "alike")
+    if way == "late" or (is_odd and way == "hooks"):
+
+        def late(action: Any) -> None:
+            if is_odd and action.microbatch == 3:
+                raise ValueError("one part is bad")
+
+        made.after("B", late)
+
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"bad|microbatches|must make the same call") as caught:
+        getattr(made, call)(x[:rows], target=y[:rows])
+    assert time.monotonic() - start < 30.0
+    assert not any(p.grad is not None and p.grad.to_local().any() for p in stage[1].parameters())
+
+    stage[0].fails = False
+    made._hooks.after.clear()
+    made._hooks.version += 1  # for all: plans are made on all or on none
+    if way == "one":  # collectives stay open: nobody may use the group again
+        with pytest.raises(RemoteStageError, match="make"):
+            made.step(x, target=y)
+    else:
+        made.step(x, target=y)
+        mse(plain(x), y).backward()
+        for (name, p), q in zip(
+            stage.named_parameters(), plain[rank // 2].parameters(), strict=True
+        ):
+            grad: Any = p.grad
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            assert_close(whole, q.grad, name)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("way", "call"),
+    [
+        *((way, "step") for way in ("one", "alike", "late", "inputs", "hooks")),
+        *((way, "eval") for way in ("one", "alike", "inputs")),
+    ],
+)
+def test_ranks_that_share_a_stage_fail_together(way: str, call: str) -> None:
+    # Those that shared a stage with the one that failed stayed in a collective for half an hour.
+    said = run_on_ranks(4, one_part_fails, way, call)
+
+    if way == "one":
+        assert said[1] == "ValueError: one part is bad"
+        assert said[0].startswith(
+            "RemoteStageError: a rank that shares this stage failed: ValueError"
+        )
 
 
 def shares(rank: int) -> None:

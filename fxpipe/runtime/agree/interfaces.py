@@ -90,7 +90,7 @@ class InterfaceProber:
             try:
                 self._probe_manual(last, before)
             except BaseException as error:
-                self.problem = error
+                self.problem = self._control.explain(error)
         return Interfaces(tuple(Boundary(last + 1, some) for some in ports), skeletons)
 
     def traced(self, boundaries: tuple[Boundary, ...]) -> Interfaces:
@@ -131,7 +131,7 @@ class InterfaceProber:
             try:
                 mine = run()
             except BaseException as error:
-                problem = error
+                problem = self._control.explain(error)
         told = None if problem is None else described(problem)
         found = self._control.gather((told, mine))
         with self._control.alike(problem):

@@ -24,12 +24,12 @@ from fxpipe.errors import RemoteStageError
 from fxpipe.runtime.control.board import Board
 from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.torch_inside import gather_options
 
 __all__ = ["BALLOTS", "Ballot", "SilentReplicaError", "ballot_of"]
 
-_BYTES = 512  # of what one replica says: two for the length of its message, then that
 _GRACE = 2.0  # seconds for what others have counted to arrive here
+
+REPLICA = "a data-parallel replica of this stage"
 
 BALLOTS: weakref.WeakKeyDictionary[dist.ProcessGroup, Ballot] = weakref.WeakKeyDictionary()
 
@@ -38,8 +38,8 @@ class SilentReplicaError(RemoteStageError):
     """A replica has not answered in time: nobody knows which vote it would answer later."""
 
 
-def ballot_of(group: dist.ProcessGroup, deadline: Deadline) -> Ballot:
-    """The votes of a group of replicas, which meet at the first one.
+def ballot_of(group: dist.ProcessGroup, deadline: Deadline, who: str = REPLICA) -> Ballot:
+    """The votes of a group of replicas (or of those that are `who`), which meet at the first one.
 
     Raises:
         SilentReplicaError: one of them does not come before the deadline.
@@ -48,19 +48,17 @@ def ballot_of(group: dist.ProcessGroup, deadline: Deadline) -> Ballot:
         prefix = f"fxpipe/votes/{name_of(group)}"
         board = Board(own_store(), prefix, group.rank(), group.size())
         try:
-            BALLOTS[group] = Ballot(connect_gloo(board, deadline), board)
+            BALLOTS[group] = Ballot(connect_gloo(board, deadline), board, who)
         except RuntimeError as error:  # of ours, of gloo or of the store
-            raise SilentReplicaError(
-                f"a data-parallel replica of this stage did not answer: {error}"
-            ) from error
+            raise SilentReplicaError(f"{who} did not answer: {error}") from error
     return BALLOTS[group]
 
 
 class Ballot:
     """The votes of one group of replicas."""
 
-    def __init__(self, gloo: Any, board: Board) -> None:
-        self._gloo, self._board = gloo, board
+    def __init__(self, gloo: Any, board: Board, who: str) -> None:
+        self._gloo, self._board, self._who = gloo, board, who
         self._number = 0
         self._cast = -float("inf")
 
@@ -84,8 +82,8 @@ class Ballot:
             in_time = time.monotonic() - before < deadline.seconds / 2
             if not in_time and self._decide("counted") != "counted":
                 raise SilentReplicaError(
-                    "a data-parallel replica of this stage did not answer: it has given this step "
-                    f"up, because this one came more than {deadline.seconds:g} s later"
+                    f"{self._who} did not answer: it has given this step up, because this one "
+                    f"came more than {deadline.seconds:g} s later"
                 )
         return [bool(flag) for flag in found.tolist()]
 
@@ -103,23 +101,48 @@ class Ballot:
 
         return is_same
 
-    def cast(self, flags: Sequence[bool], message: str, deadline: Deadline) -> None:
-        """Vote for a replica that has failed, and say why, without waiting for the others."""
+    def cast(self, flags: Sequence[bool], deadline: Deadline) -> Callable[[Deadline], list[bool]]:
+        """Vote without waiting for the others; what is returned waits for the outcome."""
         self._cast = time.monotonic()
         self._number += 1
-        self._gloo.allreduce([_bits(flags)], _maximum(deadline))
-        self._say(message, deadline)
+        found = _bits(flags)
+        work = self._gloo.allreduce([found], _maximum(deadline))
 
-    def hear(self, deadline: Deadline, message: str = "") -> list[str]:
-        """What the replicas say, by rank; after a vote that asked for words."""
-        work, said = self._say(message, deadline)
-        self._wait(work, deadline)
-        return [*map(_read, said)]
+        def outcome(limit: Deadline) -> list[bool]:
+            self._wait(work, limit)
+            return [bool(flag) for flag in found.tolist()]
 
-    def _say(self, message: str, deadline: Deadline) -> tuple[Any, list[torch.Tensor]]:
-        mine = _written(message)
-        said = [torch.zeros_like(mine) for _ in range(self._board.size)]
-        return self._gloo.allgather([said], [mine], gather_options(deadline.timeout)), said
+        return outcome
+
+    def say(self, message: str) -> None:
+        """Say why this one will vote that it has failed. The first words of a vote stay."""
+        key = self._board.key(f"words/{self._number + 1}")
+        self._ask(lambda store: store.compare_set(key, "", message))
+
+    def said(self, *, has_voted: bool = True) -> str:
+        """What was said about the latest vote, or about the one that comes next."""
+        key = self._board.key(f"words/{self._number + (not has_voted)}")
+        found = self._ask(lambda store: store.get(key) if store.check([key]) else b"")
+        return bytes(found or b"").decode(errors="replace")
+
+    def compare(self, mine: str, deadline: Deadline) -> list[str]:
+        """What each says, by rank, after a vote that all found the same in."""
+        keys = [self._board.key(f"{self._number}/{rank}") for rank in range(self._board.size)]
+
+        def all_of(store: Any) -> list[bytes]:
+            store.set(keys[self._board.rank], mine)
+            store.wait(keys, deadline.timeout)
+            return [store.get(key) for key in keys]
+
+        found = self._ask(all_of, deadline.left()) or []
+        return [bytes(one).decode() for one in found]
+
+    def _ask(self, work: Callable[[Any], Any], seconds: float | None = None) -> Any:
+        """What the store answers; None if its holder is gone, and with it the job."""
+        try:
+            return self._board.store.ask(work, seconds)
+        except RuntimeError:
+            return None
 
     def _wait(self, work: Any, deadline: Deadline) -> None:
         try:
@@ -128,17 +151,13 @@ class Ballot:
             why = f": {str(error).splitlines()[0]}"
             if deadline.left() < 0.1:  # gloo words it in several ways; the clock does not
                 why = f" within {deadline.seconds:g} s"
-            silent = f"a data-parallel replica of this stage did not answer{why}"
-            raise SilentReplicaError(silent) from error
+            raise SilentReplicaError(f"{self._who} did not answer{why}") from error
 
     def _decide(self, word: str) -> str:
         """What the replicas hold of this vote: the word of the first who asks."""
         key = self._board.key(f"vote/{self._number}")
-        try:
-            found = self._board.store.ask(lambda store: store.compare_set(key, "", word))
-            return bytes(found).decode()
-        except RuntimeError:  # the store's holder is gone, and with it the job
-            return "given up"
+        found = self._ask(lambda store: store.compare_set(key, "", word))
+        return "given up" if found is None else bytes(found).decode()
 
 
 def _maximum(deadline: Deadline) -> Any:
@@ -150,14 +169,3 @@ def _maximum(deadline: Deadline) -> Any:
 
 def _bits(flags: Sequence[bool]) -> torch.Tensor:
     return torch.tensor(flags, dtype=torch.uint8, device="cpu")
-
-
-def _written(message: str) -> torch.Tensor:
-    text = message.encode()[: _BYTES - 2]
-    data = len(text).to_bytes(2, "little") + text
-    return torch.frombuffer(bytearray(data.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _read(said: torch.Tensor) -> str:
-    data = bytes(said.tolist())
-    return data[2 : 2 + int.from_bytes(data[:2], "little")].decode(errors="replace")

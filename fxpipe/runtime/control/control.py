@@ -37,6 +37,8 @@ class Control:
     """Whether the other ranks are made up."""
     failure: Failure | None = None
     """What went wrong in this call, here or elsewhere."""
+    explain: Callable[[BaseException], BaseException] = staticmethod(lambda error: error)
+    """What an error of a stage means, where others may be the cause; set for each call."""
     raises_everywhere = True
     """Whether what this rank raises is known to all: set by who lets all ranks raise together."""
 

@@ -21,7 +21,16 @@ from fxpipe.runtime.control.ballot import SilentReplicaError
 from fxpipe.runtime.wire.communicators import backend_of
 from fxpipe.runtime.wire.transport import close_connections
 
-__all__ = ["Limit", "check_groups", "collective_of", "explained", "is_lost", "leave"]
+__all__ = [
+    "Limit",
+    "asked",
+    "blocks",
+    "check_groups",
+    "collective_of",
+    "explained",
+    "is_lost",
+    "leave",
+]
 
 _LOST: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
@@ -29,7 +38,7 @@ _LOST: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictio
 def leave(group: dist.ProcessGroup, why: str) -> None:
     """Give a group up."""
     _LOST.setdefault(group, why)
-    if _blocks(group):
+    if blocks(group):
         close_connections(group)
 
 
@@ -46,6 +55,16 @@ def check_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         if group in _LOST:
             raise RemoteStageError(f"{_LOST[group]} in an earlier step; make the groups anew")
+
+
+@contextlib.contextmanager
+def asked(group: dist.ProcessGroup) -> Iterator[None]:
+    """Around a question to all ranks of a group: with one that is silent it is given up."""
+    try:
+        yield
+    except SilentReplicaError as error:
+        leave(group, str(error))
+        raise
 
 
 @contextlib.contextmanager
@@ -86,7 +105,7 @@ class Limit:
     """Gives groups up when their time is over; only those whose collectives stop the host."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._groups = [group for group in groups if _blocks(group)]
+        self._groups = [group for group in groups if blocks(group)]
         self._timer: threading.Timer | None = None
 
     def set(self, seconds: float, why: str) -> None:
@@ -105,6 +124,6 @@ class Limit:
             leave(group, why)
 
 
-def _blocks(group: dist.ProcessGroup) -> bool:
+def blocks(group: dist.ProcessGroup) -> bool:
     """Whether to wait for a collective stops the host; else only a device waits."""
     return backend_of(group, torch.device("cpu")) == "gloo"

@@ -26,11 +26,11 @@ from fxpipe.errors import InputError, RemoteStageError
 from fxpipe.runtime.control.ballot import Ballot, SilentReplicaError, ballot_of
 from fxpipe.runtime.parameters.lost_groups import (
     Limit,
+    asked,
     check_groups,
     collective_of,
     explained,
     is_lost,
-    leave,
 )
 from fxpipe.runtime.parameters.sync import GradSync, divide_shared
 from fxpipe.runtime.wire.failure import Deadline
@@ -86,7 +86,7 @@ class Replicas:
     def _open(self, group: dist.ProcessGroup) -> None:
         """Begin to compare what this replica will reduce with the others."""
         what = [(sync.trained.digest, sync.reduces) for sync in self._of(group)]
-        with self._asked(group):
+        with asked(group):
             ballot = ballot_of(group, self._deadline)
             self._opened[group] = ballot.open(zlib.crc32(repr(what).encode()), self._deadline)
 
@@ -99,19 +99,10 @@ class Replicas:
             self._are_same = False
             found = []
             for group, is_same in self._opened.items():
-                with self._asked(group):
+                with asked(group):
                     found.append(is_same())
             self._are_same = all(found)
         return self._are_same
-
-    @contextlib.contextmanager
-    def _asked(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """Around a question to the replicas: a group with one that is silent is given up."""
-        try:
-            yield
-        except SilentReplicaError as error:
-            leave(group, str(error))
-            raise
 
     def end(self, *, succeeded: bool) -> None:
         """After the step, also after a failed one."""
@@ -130,7 +121,7 @@ class Replicas:
         flags = {id(sync): (sync.used(), sync.left()) for sync in self._syncs}
         for group in self._groups:
             self._voted.append(group)
-            with self._asked(group):
+            with asked(group):
                 self._vote(group, ballot_of(group, self._deadline), flags)
         self._limit.set(max(self._deadline.left(), _GRACE), "the results of replicas did not come")
         for sync in self._syncs:
@@ -148,7 +139,7 @@ class Replicas:
         is_usual = all(all(used) and not any(left) for used, left in (flags[id(s)] for s in syncs))
         failed, is_unusual = ballot.vote([False, not is_usual], self._deadline)
         if failed:
-            words = next(filter(None, ballot.hear(self._deadline)), "it left no message")
+            words = ballot.said() or "it left no message"
             raise RemoteStageError(f"a data-parallel replica of this stage failed: {words}")
         if not is_same:
             raise self._unlike(syncs, ballot)
@@ -164,7 +155,7 @@ class Replicas:
             f"{'reduces' if sync.reduces else 'does not reduce'} the gradients of {sync.trained}"
             for sync in syncs
         )
-        said = ballot.hear(self._deadline, mine)
+        said = ballot.compare(mine, self._deadline)
         shown = "\n".join(f"  replica {rank}: {words}" for rank, words in enumerate(said))
         return InputError(
             "data-parallel replicas of this stage must reduce the same gradients in a step: freeze "
@@ -191,6 +182,7 @@ class Replicas:
             with contextlib.suppress(SilentReplicaError):
                 if group not in self._opened:
                     self._open(group)
-                with self._asked(group):
+                with asked(group):
                     ballot = ballot_of(group, self._deadline)
-                    ballot.cast([True, False], message or "unknown", self._deadline)
+                    ballot.say(message)
+                    ballot.cast([True, False], self._deadline)

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
-    "BUFFERS", "CHECKPOINT_ENTRY", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD", "HOOKS", "MODULES",
-    "PARAMETERS", "VERSION_COUNTER", "VMAP_ENTRY", "WRAPPED",
+    "BUFFERS", "CHECKPOINT_ENTRY", "CHECK_ENTRIES", "CPU_ATTENTION", "CPU_ATTENTION_BACKWARD",
+    "HOOKS", "MODULES", "PARAMETERS", "VERSION_COUNTER", "VMAP_ENTRY", "WRAPPED",
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "IncompatibleKeys", "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings",
     "backend_object", "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",
@@ -151,6 +151,7 @@ def is_compiled(module: nn.Module) -> bool:
 # Entry points that a trace replaces: the owner and the name.
 
 VMAP_ENTRY: tuple[Any, str] = (apis, "vmap_impl")
+CHECK_ENTRIES: tuple[str, ...] = ("_check_with", "_check_tensor_all_with")
 _CHECKPOINT: Any = sys.modules["torch.utils.checkpoint"]
 CHECKPOINT_ENTRY: tuple[Any, str] = (
     _CHECKPOINT,

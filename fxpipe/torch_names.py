@@ -27,6 +27,8 @@ PRIVATE: dict[str, str] = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "a size depends on values",
     "torch._subclasses.fake_tensor.unset_fake_temporarily": "compute for real during a trace",
     "torch._functorch.apis.vmap_impl": "patched in a trace: what vmap runs is not looked into",
+    "torch._check_with": "patched in a trace: a model's own checks become checks of its stages",
+    "torch._check_tensor_all_with": "as _check_with",
     "torch._C._are_functorch_transforms_active": "a backward is not split inside torch.func",
     "torch._C.DisableTorchFunction": "computes gradients unseen by the mode that watches",
     "torch._C._autograd._profiler_enabled": "actions get labels while a profiler runs",

@@ -7,11 +7,15 @@ says when it cannot go on there: what was found, where, and what to do.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
+import itertools
 import linecache
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ __all__ = [
     "an_effect",
     "an_unknown_tensor",
     "failing_frame",
+    "is_message",
     "is_ours",
     "is_users",
     "user_depth",
@@ -91,6 +96,42 @@ def is_ours(file: str) -> bool:
 def is_users(file: str) -> bool:
     """Say whether a file is neither ours nor torch's."""
     return not file.startswith((*_OURS, _TORCH, _CONTEXTS, "<"))
+
+
+# What these functions are told, they report: it decides nothing.
+_REPORTS = {
+    "torch_compilable_check", "_check", "warn", "warning", "warning_once", "info", "debug", "error",
+}  # fmt: skip
+
+
+def is_message(frame: FrameType) -> bool:
+    """Say whether the f-string that a frame makes now goes straight to a function that reports."""
+    code = frame.f_code
+    here = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    if None in here:
+        return False
+    line, end_line, column, end_column = here
+    return any(
+        first <= (line, column) and (end_line, end_column) <= last
+        for first, last in _messages(code.co_filename)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _messages(file: str) -> tuple[tuple[tuple[int, int], tuple[Any, Any]], ...]:
+    """Return from where to where f-strings go that are arguments of functions which report."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ()
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return tuple(
+        ((text.lineno, text.col_offset), (text.end_lineno, text.end_col_offset))
+        for call in calls
+        if getattr(call.func, "attr", getattr(call.func, "id", "")) in _REPORTS
+        for text in (*call.args, *(keyword.value for keyword in call.keywords))
+        if isinstance(text, ast.JoinedStr)
+    )
 
 
 def a_value_decides(who: str, place: Place | None) -> str:

@@ -204,10 +204,11 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
                 failure = ValueDecidesError(a_value_decides("the model", failing_frame(error)))
         else:
             # With all sizes open a model may insist on the batch; alone it may be free.
-            if not attempt.faults(made.inputs.sizes):
-                found = made
+            faults = attempt.faults(made.inputs.sizes)
+            if not faults or found is not None:
+                found = found if faults else made
                 break
-            found, reason = found or made, "the batch is fixed if this size is open"
+            found, reason = made, f"the batch is fixed if this size is open: {faults[0]}"
         fewer = attempt.fewer(reason)
         if fewer is None and found is None and attempt.dims:
             fewer = asked.fixed(reason)  # if that runs, the sizes that were asked for are to blame

@@ -360,7 +360,7 @@ def has_unbacked(output: Any, env: Any) -> bool:
         for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
     )
     return any(
-        isinstance(size, torch.SymInt)
+        isinstance(size, SYMBOLIC)
         and not env.replace(size.node.expr).free_symbols <= known_sizes(env).keys()
         for size in sizes
     )

@@ -33,6 +33,7 @@ __all__ = [
     "AgreedPart",
     "AgreedSizes",
     "Applied",
+    "Asserted",
     "Constant",
     "Formula",
     "Fresh",
@@ -314,6 +315,21 @@ class AgreedPart(Agreed):
 
     def __init__(self, place: Place) -> None:
         super().__init__(given, place)
+
+
+class Asserted(GraphCall):
+    """A callable that repeats a check which opened code makes with `torch._check` or the like."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__("asserted")
+        self._place = place
+
+    def __call__(self, condition: Any) -> None:
+        if not _has_no_values(condition) and not bool(torch.as_tensor(condition).all()):
+            raise InputError(
+                f"the model checks values of its inputs, and finds them wrong:\n  {self._place}: "
+                f"{self._place.source}\ngive it inputs that fit together"
+            )
 
 
 class AgreedGradient(GraphCall):

@@ -43,6 +43,7 @@ from fxpipe.graph.record.graph_calls import (
     AgreedPart,
     AgreedSizes,
     Applied,
+    Asserted,
     Hooked,
     Kept,
     Mapped,
@@ -204,6 +205,20 @@ class Trace(TorchFunctionMode, Seer):
             self._sizes.decided(value)
         elif self._leaf_stack and is_users(sys._getframe(2).f_code.co_filename):
             self._sizes.decided(value, inside_leaf=True)
+
+    def on_check(self, condition: Any) -> bool:
+        """Write down a check of values that the user makes; one of sizes is a condition."""
+        if not self.is_opened():
+            return False
+        if isinstance(condition, FakeTensor):
+            node = self._argument(condition)
+            self.tape.write("call_function", Asserted(user_frame()), (node,), {})
+            return True
+        if has_unbacked(condition, self._sizes.env):
+            raise ValueDecidesError(self._data_dependent())
+        if isinstance(condition, torch.SymBool):
+            self._sizes.decided(condition)
+        return False
 
     def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._leaf_stack:

@@ -23,8 +23,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from fxpipe.graph.source_line import is_users
+from fxpipe.graph.source_line import is_message, is_users
 from fxpipe.torch_inside import (
+    CHECK_ENTRIES,
     CHECKPOINT_ENTRY,
     VMAP_ENTRY,
     compiled_from,
@@ -67,6 +68,10 @@ class Seer:
         return function(*args, **kwargs)
 
     def on_decision(self, value: Any) -> None: ...
+
+    def on_check(self, condition: Any) -> bool:
+        """Say that a check of the user's is taken care of."""
+        return False
 
     def on_training(self, module: nn.Module) -> None: ...
 
@@ -118,6 +123,9 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         ):
             entry = watch(getattr(owner, name), seer, here)
             stack.enter_context(patched(owner, name, entry))
+        for name in CHECK_ENTRIES:
+            watched = _watched_check(getattr(torch, name), seer, here)
+            stack.enter_context(patched(torch, name, watched))
         autocast = torch.amp.autocast_mode.autocast
         for name, entering in (("__enter__", True), ("__exit__", False)):
             watched = _watched_autocast(autocast.__dict__[name], seer, here, entering)
@@ -269,6 +277,15 @@ def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     return run
 
 
+def _watched_check(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+    @functools.wraps(original)
+    def check(error_type: Any, condition: Any, *message: Any) -> None:
+        if not (here() and seer.on_check(condition)):
+            original(error_type, condition, *message)
+
+    return check
+
+
 def _watched_script(function: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     def run(*args: Any, **kwargs: Any) -> Any:
         return seer.on_script(function, args, kwargs) if here() else function(*args, **kwargs)
@@ -294,11 +311,15 @@ def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> C
 
 
 def _number_text(original: Call, here: Callable[[], bool]) -> Call:
-    """Have the user's code see a size as text the way it would be: as a number, once decided."""
+    """Have the user's code see a size as text the way it would be: as a number, once decided.
+
+    A message decides nothing.
+    """
 
     @functools.wraps(original)
     def text(self: Any, *spec: str) -> Any:
-        if here() and is_users(sys._getframe(1).f_code.co_filename):
+        caller = sys._getframe(1)
+        if here() and is_users(caller.f_code.co_filename) and not is_message(caller):
             return format(int(self), *spec)
         return original(self, *spec)
 

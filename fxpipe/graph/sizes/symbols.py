@@ -259,14 +259,21 @@ class Sizes:
     def conditions(self, wanted: Iterable[sympy.Basic] = ()) -> tuple[sympy.Basic, ...]:
         """Return what the sizes must satisfy: for the graph to be right, and `wanted`."""
         ours = {ours: made for made, ours in self._names.items()}
-        found: dict[sympy.Basic, None] = {self.plain(c.xreplace(ours)): None for c in wanted}
+        met = [guard.expr for guard in self.env.guards if isinstance(guard.expr, sympy.Eq)]
         for expr in self._decisions:
             holds = bool(self.env.replace(expr).xreplace(known_sizes(self.env)))
-            found[self.plain(expr if holds else sympy.Not(expr))] = None
-        for guard in self.env.guards:
-            if isinstance(guard.expr, sympy.Eq):
-                found[self.plain(guard.expr)] = None
-        return tuple(c for c in found if c not in (True, sympy.true) and c.free_symbols)
+            met.append(expr if holds else sympy.Not(expr))
+        found = [self.plain(c.xreplace(ours)) for c in wanted]
+        found += [part for expr in met for part in self._held(self.plain(expr))]
+        return tuple(c for c in dict.fromkeys(found) if getattr(c, "free_symbols", None))
+
+    def _held(self, condition: Any) -> list[Any]:
+        """Return a condition; if fractions keep the example from meeting it, its sizes as such."""
+        hints = self.hints()
+        names = set() if isinstance(condition, bool) else free_names(condition)
+        if not names or evaluate(condition, hints):
+            return [condition]
+        return [sympy.Eq(symbol(name), hints[name]) for name in sorted(names)]
 
 
 def _names_in(expr: Any) -> Iterable[str]:

@@ -1,12 +1,21 @@
 """Opened code that looks at values of the inputs: right for inputs that say the same."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe import InputError, SplitError, TraceError, pipe_split, pipeline
+from fxpipe import (
+    InputError,
+    PipeliningShapeError,
+    SplitError,
+    SplitPoint,
+    TraceError,
+    pipe_split,
+    pipeline,
+)
 from tests.parity import assert_parity
 
 
@@ -293,3 +302,41 @@ def test_the_end_of_a_slice_follows_the_example() -> None:
     assert_parity(plain, pipe, (rows(12, seed=1).view(2, 6, 4), sizes))
     with pytest.raises(InputError, match="size"):
         pipe(rows(12).view(2, 6, 4), torch.tensor([[2], [6]]))
+
+
+class Checked(nn.Module):
+    """Checks its inputs with torch, and says in a message, or in a name, how large they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.words: dict[str, float] = {"rows of 3": 2.0}
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, named: bool = False) -> torch.Tensor:
+        rows = ids.shape[0]
+        torch._check_tensor_all(ids.sum() == 6 * rows, lambda: "the ids do not add up")
+        warnings.warn(f"a model of {rows} rows", stacklevel=1)
+        factor = self.words[f"rows of {rows}"] if named else 1.0
+        return self.b(self.a(x) * factor)
+
+
+@pytest.mark.filterwarnings("ignore:a model of")
+def test_a_check_of_values_is_one_of_the_stage() -> None:
+    # It was dropped: a stage ran where the model fails.
+    x, ids = torch.randn(3, 4), torch.tensor([[1, 2, 3]] * 3)
+    model = Checked()
+    pipe = pipeline(model, (x, ids), split_spec={"b": SplitPoint.BEGINNING})
+
+    torch.testing.assert_close(pipe(x[:2], ids[:2]), model(x[:2], ids[:2]))
+    with pytest.raises(InputError, match=r"finds them wrong:\n.*_check_tensor_all"):
+        pipe(x, ids + 1)
+
+
+@pytest.mark.filterwarnings("ignore:a model of")
+def test_a_size_in_a_text_decides_unless_it_is_a_message() -> None:
+    x, ids = torch.randn(3, 4), torch.tensor([[1, 2, 3]] * 3)
+
+    pipe = pipeline(Checked(), (x, ids, True), split_spec={"b": SplitPoint.BEGINNING})
+
+    with pytest.raises(PipeliningShapeError, match=r"expected float32\[3, "):
+        pipe(x[:2], ids[:2], True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpipe import Pipe, SplitPoint, pipeline
+from fxpipe import Pipe, PipeliningShapeError, SplitPoint, pipeline
 from fxpipe.graph.sizes.symbols import _flat
 from fxpipe.torch_inside import floor_div
 from models import split_spec, unet
@@ -151,3 +151,26 @@ def test_a_flat_size_is_the_same_number(seed: int) -> None:
 
     assert all(found.subs(size, n) == nested.subs(size, n) for n in range(1, 60))
     assert found.count(type(floor_div(size, 2))) <= 1
+
+
+class Scaled(nn.Module):
+    """Scales by a fraction that is made of sizes, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float((x.shape[1] * x.shape[2]) ** -0.5)
+        return self.b(self.a(x) * scale)
+
+
+def test_the_example_meets_its_own_conditions() -> None:
+    # 8**0.5 * 8**0.5 is not 8 in floating point, so the traced sizes themselves were refused.
+    model, x = Scaled(), torch.randn(2, 8, 8, 4)
+
+    pipe = pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING})
+
+    torch.testing.assert_close(pipe(x[:1]), model(x[:1]))
+    with pytest.raises(PipeliningShapeError):
+        pipe(torch.randn(2, 8, 2, 4))

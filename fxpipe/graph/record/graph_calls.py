@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ __all__ = [
     "Agreed",
     "AgreedDtype",
     "AgreedGradient",
+    "AgreedLeaf",
     "AgreedPart",
     "AgreedSizes",
     "Applied",
@@ -435,6 +436,27 @@ class AgreedSizes(GraphCall):
                 f"was traced:\n  {self._place}: {self._place.source}\nshould be of size "
                 f"{_text(expected)}, and is of size {_text(found)}\n{_ADVICE}"
             )
+
+
+class AgreedLeaf(AgreedSizes):
+    """A callable that compares the sizes that a module returns with what its arguments' say."""
+
+    def __init__(
+        self,
+        place: Place,
+        shapes: Sequence[Sequence[Any]],
+        sources: Mapping[str, tuple[int, int]],
+    ) -> None:
+        super().__init__(place)
+        self._shapes, self._dims = shapes, {name: dim for name, (_, dim) in sources.items()}
+
+    def __call__(self, output: Any, inputs: Any) -> None:
+        values = {
+            name: int(tensor.shape[dim])
+            for (name, dim), tensor in zip(self._dims.items(), inputs, strict=True)
+        }
+        expected = [[evaluate(size, values) for size in shape] for shape in self._shapes]
+        super().__call__(output, expected)
 
 
 _ADVICE = (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, st
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
 from fxpipe.graph.record.graph_calls import Scripted, given
+from fxpipe.graph.record.leaf_sizes import OwnSizes, StandIns
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another
 from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved
-from fxpipe.graph.sizes.symbols import number_at
+from fxpipe.graph.sizes.symbols import Sizes, number_at
 from fxpipe.torch_inside import (
     BUFFERS,
     DataDependentOutputException,
@@ -62,6 +63,7 @@ class LeafOutcome:
     `wrote` names the buffers of the leaf that it changed in place. `draws`: it takes
     random numbers. `left` are the attributes that it changed: inner module and name.
     `aliases` are positions in its output and its arguments that share memory.
+    `own` are the sizes that it should return, if it decides by sizes.
     """
 
     output: Any
@@ -72,14 +74,17 @@ class LeafOutcome:
     draws: bool = False
     left: frozenset[tuple[str, str]] = frozenset()
     aliases: tuple[tuple[int, int], ...] = ()
+    own: OwnSizes | None = None
 
 
 class LeafRuns:
     """Runs leaves of one trace on fake tensors and remembers the outcomes."""
 
-    def __init__(self, mode: FakeTensorMode, state: FakeState) -> None:
+    def __init__(self, mode: FakeTensorMode, state: FakeState, sizes: Sizes) -> None:
         self._mode = mode
         self._state = state
+        self._sizes = sizes
+        self._stand_ins = StandIns(sizes)
         self._outcomes: dict[Hashable, LeafOutcome] = {}
         self._kinds: dict[int, Hashable] = {}
         self._alive: list[Any] = []
@@ -147,15 +152,39 @@ class LeafRuns:
     ) -> LeafOutcome:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
+        hidden = self._stand_ins.hidden(args, kwargs)
+        mark = self._sizes.mark()
         try:
             with preserved(module, far=False):
-                found = self._run_as_is(call, args, kwargs)
+                found = self._run_as_is(call, *(hidden or (args, kwargs)))
+            met = self._sizes.met_since(mark)
             if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
-                return found
+                inputs = (args, kwargs)
+                return self._settled(module, call, inputs, found, met) if hidden else found
         except Exception as error:
+            self._sizes.met_since(mark)
             failure = error
         self.functions.forget()  # with the conditions that the run has met
         return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
+
+    def _settled(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        inputs: Any,
+        found: LeafOutcome,
+        met: Sequence[Any],
+    ) -> LeafOutcome:
+        """Return an outcome in sizes of the model."""
+
+        def run(args: Any, kwargs: Any) -> Any:
+            with preserved(module, far=False):
+                return call(*args, **kwargs)
+
+        count = sum(isinstance(leaf, torch.Tensor) for _, leaf in walk(inputs))
+        used = [i for i in range(count) if i not in found.untouched]
+        output, own = self._stand_ins.settled(found.output, met, inputs, used, run)
+        return dataclasses.replace(found, output=output, own=own)
 
     def _run_real(
         self,

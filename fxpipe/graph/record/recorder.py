@@ -40,6 +40,7 @@ from fxpipe.graph.record.graph_calls import (
     Agreed,
     AgreedDtype,
     AgreedGradient,
+    AgreedLeaf,
     AgreedPart,
     AgreedSizes,
     Applied,
@@ -107,7 +108,7 @@ class Trace(TorchFunctionMode, Seer):
         self._state = state
         self._opened = set(opened)
         self._splits = dict(splits)
-        self._leaves = LeafRuns(mode, state)
+        self._leaves = LeafRuns(mode, state, sizes)
         self._decisions = Decisions()
         self._stack: list[nn.Module] = []
         self._leaf_stack: list[nn.Module] = []
@@ -403,6 +404,11 @@ class Trace(TorchFunctionMode, Seer):
         handed.note(node)
         if outcome.is_likely:
             self._check_sizes(outcome.output)
+        if outcome.own is not None:
+            made = [leaf for _, leaf in walk(outcome.output) if isinstance(leaf, torch.Tensor)]
+            sources = [tensors[index] for index, _ in outcome.own.sources.values()]
+            check = AgreedLeaf(user_frame(), outcome.own.shapes, outcome.own.sources)
+            self.tape.write("call_function", check, self._argument((made, sources)), {})
         observe(module, args, outcome.output)
         return outcome.output
 

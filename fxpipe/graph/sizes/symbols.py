@@ -119,6 +119,7 @@ class Sizes:
         self._sizes: dict[str, torch.SymInt] = {}
         self._names: dict[sympy.Symbol, sympy.Expr] = {}
         self._decisions: dict[sympy.Basic, None] = {}
+        self._stand_ins: set[sympy.Symbol] = set()
 
     @property
     def env(self) -> ShapeEnv:
@@ -165,15 +166,46 @@ class Sizes:
     def _symbol(self, name: str, example: int) -> torch.SymInt:
         if name not in self._sizes:
             # ShapeEnv treats 0 and 1 as special; let such an example stand for 2.
-            hint = max(example, 2)
-            source = constant_source(name)
-            made = self.env.create_symbol(
-                hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
-            )
-            size: Any = self.env.create_symintnode(made, hint=hint, source=source)
-            self._sizes[name] = size
+            made, self._sizes[name] = self._new(name, max(example, 2))
             self._names[made] = symbol(name)
         return self._sizes[name]
+
+    def stand_in(self, hint: int) -> tuple[sympy.Symbol, torch.SymInt]:
+        """Return a new symbol; conditions on it are none of the model's."""
+        made, size = self._new(f"stand_in_{len(self._stand_ins)}", hint)
+        self._stand_ins.add(made)
+        return made, size
+
+    def _new(self, name: str, hint: int) -> tuple[sympy.Symbol, Any]:
+        source = constant_source(name)
+        made = self.env.create_symbol(
+            hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+        )
+        return made, self.env.create_symintnode(made, hint=hint, source=source)
+
+    def mark(self) -> int:
+        """Return where the conditions stand now, for `met_since`."""
+        return len(self.env.guards)
+
+    def met_since(self, mark: int) -> list[sympy.Basic]:
+        """Return the conditions on stand-ins since then; decisions about them are taken back."""
+        met = [guard.expr for guard in self.env.guards[mark:] if isinstance(guard.expr, sympy.Eq)]
+        for expr in [expr for expr in self._decisions if expr.free_symbols & self._stand_ins]:
+            del self._decisions[expr]
+            met.append(expr if bool(expr.xreplace(known_sizes(self.env))) else sympy.Not(expr))
+        return [expr for expr in met if expr.free_symbols & self._stand_ins]
+
+    def insist(self, condition: sympy.Basic, ours: sympy.Basic) -> None:
+        """Make a condition on stand-ins one of the model, where it is the second."""
+        if not isinstance(ours, sympy.Eq):
+            self._decisions[ours] = None
+            return
+        settled = getattr(self.env, "settled", {})
+        before = set(settled)
+        places = [settled[s][1] for s in condition.free_symbols if s in settled]
+        self.env.evaluate_expr(ours)
+        for made in set(settled) - before:
+            settled[made] = (settled[made][0], *places[:1]) if places else settled[made]
 
     def decided(self, value: Any, *, inside_leaf: bool = False) -> None:
         """Remember that code looked at a symbolic number to decide something.
@@ -260,6 +292,7 @@ class Sizes:
         """Return what the sizes must satisfy: for the graph to be right, and `wanted`."""
         ours = {ours: made for made, ours in self._names.items()}
         met = [guard.expr for guard in self.env.guards if isinstance(guard.expr, sympy.Eq)]
+        met = [expr for expr in met if not expr.free_symbols & self._stand_ins]
         for expr in self._decisions:
             holds = bool(self.env.replace(expr).xreplace(known_sizes(self.env)))
             met.append(expr if holds else sympy.Not(expr))

@@ -1,0 +1,255 @@
+"""Keep what a leaf asks of sizes with the leaf.
+
+A leaf decides by sizes in every run anew, so a decision is no condition on the inputs of the
+model: Mamba pads to whole chunks, or loops over the tokens. Only what it needs is one, such as
+the width of a linear layer.
+
+In:  the arguments of a leaf, which gets stand-ins for their sizes (`hidden`); afterwards what it
+     returned, and a way to run it at other sizes.
+Out: its output in sizes of the model, and if it has decided something, the sizes of the output in
+     terms of its own arguments': the stage compares them in each run.
+
+What a leaf needs is found by running it where a condition that it met does not hold. If it
+fails there, or if no formula fits its sizes, the condition is one of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+
+from fxpipe.graph.dims import plain, symbol
+from fxpipe.graph.nested import SYMBOLIC, map_leaves, mutable_parts, walk
+from fxpipe.graph.record.example_values import has_unbacked
+from fxpipe.graph.sandbox.made_up import empty
+from fxpipe.graph.sizes.symbols import Sizes, Values, number_at
+from fxpipe.torch_inside import known_sizes
+
+__all__ = ["OwnSizes", "StandIns"]
+
+Shapes = list[list[Any]]
+RunAt = Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnSizes:
+    """The sizes of the tensors that a leaf returns, by those of its arguments.
+
+    `sources` says which tensor among the arguments, and which dimension, a name stands for.
+    """
+
+    shapes: tuple[tuple[Any, ...], ...]
+    sources: Mapping[str, tuple[int, int]]
+
+
+class StandIns:
+    """The symbols that leaves of one trace get in place of the model's."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._made: dict[sympy.Expr, tuple[sympy.Symbol, torch.SymInt]] = {}
+        self._model: dict[sympy.Symbol, sympy.Expr] = {}
+
+    def hidden(self, args: Any, kwargs: Any) -> Any:
+        """Return arguments of stand-in sizes; None if there is more to them than tensors."""
+        inputs = (args, kwargs)
+        parts = [part for part in mutable_parts(inputs) if part is not kwargs]
+        is_number = any(isinstance(leaf, SYMBOLIC) for _, leaf in walk(inputs))
+        if parts or is_number or has_unbacked(inputs, self._sizes.env):
+            return None
+        memo: dict[int, Any] = {}
+
+        def one(leaf: Any) -> Any:
+            if not _has_symbols(leaf):
+                return leaf
+            if id(leaf) not in memo:
+                memo[id(leaf)] = self._like(leaf, [self._stand_in(size) for size in leaf.shape])
+            return memo[id(leaf)]
+
+        return map_leaves(one, inputs)
+
+    def _stand_in(self, size: Any) -> Any:
+        expr = self._expr(size)
+        if isinstance(expr, int):
+            return expr
+        if expr not in self._made:
+            hint = number_at(size, self._sizes.env, {})
+            if hint < 2:  # ShapeEnv takes these for numbers
+                return size
+            self._made[expr] = made, _ = self._sizes.stand_in(hint)
+            self._model[made] = expr
+        return self._made[expr][1]
+
+    def _like(self, leaf: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+        """Return a tensor of another size, in the order in memory that this one has."""
+        steps = [number_at(step, self._sizes.env, {}) for step in leaf.stride()]
+        strides: list[Any] = [0] * len(shape)
+        step: Any = 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (steps[dim], -dim)):
+            if steps[dim]:
+                strides[dim] = step
+                step = step * shape[dim]
+        return empty(shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
+
+    def _expr(self, size: Any) -> Any:
+        """Return a size as an expression, or as an int if it is one."""
+        expr = self._sizes.env.replace(size.node.expr) if isinstance(size, SYMBOLIC) else size
+        return expr if getattr(expr, "free_symbols", None) else int(expr)
+
+    def settled(
+        self,
+        output: Any,
+        met: Sequence[sympy.Basic],
+        inputs: Any,
+        used: Collection[int],
+        run: RunAt,
+    ) -> tuple[Any, OwnSizes | None]:
+        """Return the output in sizes of the model, and what to compare in each run, if anything.
+
+        `met` are the conditions that the leaf has met, `used` are the positions of the tensors
+        whose values it used. `run` runs it with other arguments.
+        """
+        env = self._sizes.env
+        shapes = [[self._expr(size) for size in _sizes_of(leaf)] for _, leaf in walk(output)]
+        met = [c for c in met if env.replace(c.xreplace(self._model)) != sympy.true]
+        if not met:
+            return self._in_model(output, shapes), None
+        stood, self._made = [made for made, _ in self._made.values()], {}  # some are numbers now
+        symbols = {s for c in met for s in env.replace(c.xreplace(self._model)).free_symbols}
+        ran = self._ran(output, symbols, inputs, run)
+        needed = [c for c in met if all(self._holds(c, values) for values, _ in ran)]
+        fitting = self._fitting(shapes, ran, stood)
+        own = None if fitting is None else self._own(fitting, output, inputs, used)
+        if own is None or fitting is None:
+            needed, fitting, own = met, shapes, None
+        for condition in needed:
+            self._sizes.insist(condition, condition.xreplace(self._model))
+        return self._in_model(output, fitting), own if len(needed) < len(met) else None
+
+    def _holds(self, condition: Any, values: Values) -> bool:
+        return bool(self._at(condition.xreplace(self._model), values))
+
+    def _at(self, expr: Any, values: Values) -> Any:
+        if not isinstance(expr, sympy.Basic):
+            return expr
+        env = self._sizes.env
+        return env.replace(expr).xreplace({**known_sizes(env), **values})
+
+    def _ran(
+        self, output: Any, symbols: Collection[sympy.Symbol], inputs: Any, run: RunAt
+    ) -> list[tuple[Values, Shapes]]:
+        """Run the leaf with one size changed at a time; return where it runs, and its sizes."""
+        env = self._sizes.env
+        kinds = _kinds(output)
+        found: list[tuple[Values, Shapes]] = []
+        for one in sorted(symbols & known_sizes(env).keys(), key=str):
+            hint = int(known_sizes(env)[one])
+            for value in (hint + 1, 2 * hint + 1, (hint + 1) // 2):
+                values = {one: value}
+
+                def resized(leaf: Any, values: Values = values) -> Any:
+                    if not _has_symbols(leaf):
+                        return leaf
+                    return self._like(leaf, [number_at(size, env, values) for size in leaf.shape])
+
+                args, kwargs = map_leaves(resized, inputs)
+                try:
+                    second = run(args, kwargs)
+                except Exception:
+                    continue
+                if _kinds(second) == kinds:
+                    sizes = [[*map(int, _sizes_of(leaf))] for _, leaf in walk(second)]
+                    found.append((values, sizes))
+        return found
+
+    def _fitting(
+        self, shapes: Shapes, ran: list[tuple[Values, Shapes]], stood: list[sympy.Symbol]
+    ) -> Shapes | None:
+        """Return sizes that are right wherever the leaf ran; None if no formula is."""
+
+        def fits(expr: Any, first: int, there: list[int]) -> bool:
+            model = expr.xreplace(self._model) if isinstance(expr, sympy.Basic) else expr
+            found = [self._at(model, values) for values, _ in ran]
+            return self._at(model, {}) == first and found == there
+
+        made: Shapes = []
+        for index, shape in enumerate(shapes):
+            made.append([])
+            for dim, known in enumerate(shape):
+                model = known.xreplace(self._model) if isinstance(known, sympy.Basic) else known
+                first = int(self._at(model, {}))
+                there = [sizes[index][dim] for _, sizes in ran]
+                expr = next((e for e in (known, *stood) if fits(e, first, there)), None)
+                if expr is None:
+                    return None
+                made[-1].append(expr)
+        return made
+
+    def _own(
+        self, shapes: Shapes, output: Any, inputs: Any, used: Collection[int]
+    ) -> OwnSizes | None:
+        """Return sizes in terms of the arguments that the leaf uses; None if they do not tell."""
+        tensors = [leaf for _, leaf in walk(inputs) if isinstance(leaf, torch.Tensor)]
+        sources: dict[Any, tuple[int, int]] = {}
+        for position in used:
+            for dim, size in enumerate(tensors[position].shape):
+                sources.setdefault(self._expr(size), (position, dim))
+        wanted = {
+            s for shape in shapes for e in shape if not isinstance(e, int) for s in e.free_symbols
+        }
+        is_number = any(isinstance(leaf, SYMBOLIC) for _, leaf in walk(output))
+        if is_number or any(self._model.get(s) not in sources for s in wanted):
+            return None
+        names = {s: symbol(f"size_{index}") for index, s in enumerate(sorted(wanted, key=str))}
+        leaves = [leaf for _, leaf in walk(output)]
+        return OwnSizes(
+            tuple(
+                tuple(plain(size, names) for size in shape)
+                for leaf, shape in zip(leaves, shapes, strict=True)
+                if isinstance(leaf, torch.Tensor)
+            ),
+            {names[s].name: sources[self._model[s]] for s in wanted},
+        )
+
+    def _in_model(self, output: Any, shapes: Shapes) -> Any:
+        """Return an output with sizes of the model in place of stand-ins."""
+        env, remaining = self._sizes.env, iter(shapes)
+
+        def size(expr: Any) -> Any:
+            model = env.replace(expr.xreplace(self._model)) if not isinstance(expr, int) else expr
+            if isinstance(model, int) or not model.free_symbols:
+                return int(model)
+            return env.create_symintnode(model, hint=int(self._at(model, {})))
+
+        def one(leaf: Any) -> Any:
+            shape = [size(expr) for expr in next(remaining)]
+            if isinstance(leaf, torch.SymInt):
+                return shape[0]
+            return self._like(leaf, shape) if _has_symbols(leaf) else leaf
+
+        return map_leaves(one, output)
+
+
+def _has_symbols(leaf: Any) -> bool:
+    is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    return is_dense and any(isinstance(size, torch.SymInt) for size in leaf.shape)
+
+
+def _sizes_of(leaf: Any) -> Sequence[Any]:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape)
+    return (leaf,) if isinstance(leaf, torch.SymInt) else ()
+
+
+def _kinds(output: Any) -> list[Any]:
+    """Describe everything of an output but the sizes of tensors."""
+    return [
+        (path, leaf.dim(), leaf.dtype)
+        if isinstance(leaf, torch.Tensor)
+        else (path, leaf if isinstance(leaf, (bool, int, float, str)) else type(leaf))
+        for path, leaf in walk(output)
+    ]

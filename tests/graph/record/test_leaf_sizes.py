@@ -1,0 +1,101 @@
+"""What a leaf decides by sizes is no condition on the model's inputs; what it needs is one."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpipe import InputError, Pipe, PipeliningShapeError, SplitPoint, pipeline
+from tests.parity import assert_same, run
+
+WIDTH = 4
+
+
+class Tokens(nn.Module):
+    """Goes through the tokens one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = torch.zeros_like(x[:, 0]), []
+        for index in range(x.shape[1]):
+            state = torch.tanh(self.linear(x[:, index]) + state)
+            found.append(state)
+        return torch.stack(found, 1)
+
+
+class Chunks(Tokens):
+    """Pads the tokens to whole chunks, and goes through these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        padded = functional.pad(x, (0, 0, 0, -length % 4))
+        chunks = padded.reshape(len(x), -1, 4, WIDTH)
+        if chunks.shape[1] == 1:
+            chunks = chunks * 2.0
+        return self.linear(chunks.cumsum(1)).flatten(1, 2)[:, :length]
+
+
+class Branches(Tokens):
+    """Returns another size than it is given, of long inputs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x if x.shape[1] < 20 else x[:, ::2])
+
+
+class Even(Tokens):
+    """Takes pairs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.unflatten(1, (-1, 2)).sum(2))
+
+
+class Model(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.a, self.leaf, self.b = nn.Linear(WIDTH, WIDTH), leaf, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.leaf(self.a(x)))
+
+
+def split(leaf: nn.Module, at: str) -> tuple[Model, Pipe]:
+    torch.manual_seed(0)
+    model = Model(leaf)
+    return model, pipeline(
+        model, (torch.randn(2, 8, WIDTH),), split_spec={at: SplitPoint.BEGINNING}
+    )
+
+
+@pytest.mark.parametrize("at", ["leaf", "b"])
+@pytest.mark.parametrize("kind", [Tokens, Chunks])
+def test_a_leaf_that_decides_by_sizes_takes_others(kind: type[Tokens], at: str) -> None:
+    model, pipe = split(kind(), at)
+
+    for shape in ((2, 8), (3, 8), (1, 8), (2, 4), (2, 11), (5, 16), (1, 1)):
+        x = torch.randn(*shape, WIDTH)
+        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
+    assert [str(sent.port.spec) for sent in pipe.interfaces[0].sent] == [
+        "float32[batch, sequence, 4]"
+    ]
+
+
+@pytest.mark.parametrize("at", ["leaf", "b"])
+def test_a_leaf_that_returns_other_sizes_is_refused(at: str) -> None:
+    model, pipe = split(Branches(), at)
+    x = torch.randn(2, 24, WIDTH)
+
+    with pytest.raises((InputError, PipeliningShapeError)):
+        pipe(x)
+    torch.testing.assert_close(pipe(x[:, :11]), model(x[:, :11]))
+
+
+def test_what_a_leaf_needs_is_a_condition_of_the_model() -> None:
+    model, pipe = split(Even(), "b")
+
+    x = torch.randn(2, 12, WIDTH)
+    torch.testing.assert_close(pipe(x), model(x))
+    with pytest.raises(PipeliningShapeError, match="the model was traced for sizes with"):
+        pipe(x[:, :7])

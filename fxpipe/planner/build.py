@@ -98,6 +98,8 @@ def build(
                 stage.submod, process_group=where.data
             )
         stages.append(stage)
+    if candidate.offload:
+        options = {"offload": candidate.offload, **options}
     if option.program is not None:
         schedule: Schedule = ScheduleFromProgram(stages, option.program, loss_fn, **options)
     else:

@@ -76,6 +76,7 @@ def plan(
     profile: Profile | None = None,
     improve: bool = False,
     objective: Objective = "step",
+    offload: int = 2,
     effort: int = 400_000,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -102,6 +103,8 @@ def plan(
         improve: search for a better order of actions than the chosen schedule's.
         objective: make one step by itself short, or the "period" from step to step if no rank
             waits for another between two steps.
+        offload: what waits for its backward for more than so many compute actions of its rank may
+            go to host memory, where that helps; 0 for never. Copies run beside compute.
         effort: how many actions to simulate in all.
         progress: called with (done, of all) as the search goes on.
 
@@ -109,6 +112,8 @@ def plan(
         PlanError: nothing fits; the message says how much memory is missing where.
     """
     _check_counts(num_ranks=num_ranks, batch_size=batch_size)
+    if offload != 0 and offload < 2:
+        raise PlanError(f"offload is at least 2 compute actions, or 0 for never, got {offload}")
     where = load_hardware(hardware)
     space = Space(
         None if schedules is None else tuple(schedules),
@@ -143,6 +148,8 @@ def plan(
         tuple(tuple(group) for group in together),
         profile,
         objective=objective,
+        offload=offload,
+        keeps=tuple(how for how in ("none", "selective") if how in space.checkpointing),
     )
     asked = Question(subject, space, pricing, num_ranks, batch_size, improve)
     return asked.answer(effort, progress)

@@ -323,3 +323,31 @@ def test_stages_of_a_pipe_are_kept(mode):
         assert built.pipe is pipe
         assert built.checkpointed == (() if mode == "none" else ("", ""))
         assert_trains_like(model, built)
+
+
+def test_host_memory_is_offered_where_it_beats_computing_again():
+    asked = {"num_ranks": 4, "batch_size": 16, "microbatch_sizes": (2,), "data_parallel": 1}
+    # So that times weigh more than what any operation takes at least.
+    machine = replace(BARE, overhead=0.0, reserve=0.0, flops={"float32": 1e9}, jitter=0.0)
+    asked |= {"schedules": ("1F1B",), "hardware": machine, "optimizer": "sgd"}
+    free = make(checkpointing="none", offload=0, **asked)
+    within = {"memory_limit": 0.8 * free.best.peak, "checkpointing": ("none", "full")}
+
+    again = make(offload=0, **within, **asked)
+    found = make(**within, **asked)
+
+    assert again.best.candidate.checkpointing == "full"
+    assert (found.best.candidate.checkpointing, found.best.candidate.offload) == ("none", 2)
+    assert free.best.step_time <= found.best.step_time < again.best.step_time
+    assert found.best.peak <= 0.8 * free.best.peak
+    assert "offload 2" in str(found)
+    kinds = {a.kind.name for row in found.best.timeline(machine)[0].ranks for a in row}
+    assert {"OFFLOAD", "RELOAD"} <= kinds
+    assert Plan.from_json(found.to_json()).best == found.best
+
+    built = found.build(loss_fn=loss_fn)
+    assert_trains_like(found.subject.traced.module, built)
+    ran = {a.kind.name for row in built.schedule.lowered().ranks for a in row}
+    assert {"OFFLOAD", "RELOAD"} <= ran
+    with pytest.raises(PlanError, match="offload is at least 2 compute actions, or 0 for never"):
+        make(offload=1)

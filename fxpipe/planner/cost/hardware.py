@@ -56,7 +56,8 @@ class Hardware:
     Collectives reach `intra_share` and `inter_share` of a link. `jitter` is the share of a
     step that nothing here explains (launches, stragglers, the data loader). `context` is
     what driver and libraries hold, `channels` what the buffers of one group of ranks take,
-    `reserve` the share of everything held that fragmentation wastes. `error` is the median
+    `reserve` the share of everything held that fragmentation wastes. `host` is the way to host
+    memory at the rate that copies reach, None if there is none to offload to. `error` is the median
     error of predicted steps on published rows that nothing was fitted to, 0 if unknown.
     """
 
@@ -79,6 +80,7 @@ class Hardware:
     reserve: float = 0.0
     fuses_attention: bool = True
     error: float = 0.0
+    host: Link | None = None
 
     def __post_init__(self) -> None:
         faults = [
@@ -179,6 +181,8 @@ class Hardware:
             raise PlanError("this is not a hardware description: " + "; ".join(faults))
         merged["intra"] = _read_link(merged["intra"])
         merged["inter"] = _read_link(merged["inter"])
+        if merged.get("host") is not None:
+            merged["host"] = _read_link(merged["host"])
         return Hardware(**merged)
 
     def to_json(self) -> str:

@@ -26,8 +26,10 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "NVLink4": Link(3e-6, 450e9),  # H100, H200: 900 GB/s in both directions
         "NVLink5": Link(3e-6, 900e9),  # B200: 1.8 TB/s in both directions
         "NVLink2": Link(3e-6, 150e9),  # V100: 300 GB/s in both directions
+        "NVLinkC2C": Link(3e-6, 225e9),  # GB200: 900 GB/s in both directions to a CPU, two GPUs
         "InfinityFabric": Link(4e-6, 64e9),  # MI300X: 128 GB/s per pair, both directions
         "PCIe": Link(6e-6, 31.5e9),
+        "PCIe3": Link(6e-6, 15.75e9),  # 16 lanes of 8 GT/s
         "PCIe4": Link(6e-6, 31.5e9),  # 16 lanes of 16 GT/s
         "PCIe5": Link(6e-6, 63e9),  # 16 lanes of 32 GT/s
         "InfiniBand": Link(6e-6, 50e9),
@@ -43,6 +45,11 @@ LINKS: Mapping[str, Link] = MappingProxyType(
         "Loopback": Link(100e-6, 2e9),  # two processes of one machine over TCP
     }
 )
+
+# What copies from and to pinned memory reach of their link: nvbandwidth measures 24.8 GB/s on an
+# A100 with PCIe 4.0. The simulator lets copies out and back take turns, since at once they slow
+# each other down (https://forums.developer.nvidia.com/t/352186).
+_PINNED = 0.79
 
 # Shares by device. Ampere's and Hopper's are set to published rows, see docs/planner.md; the others
 # have Hopper's, which is a guess. `matmul` falls short of the peak mostly because of power.
@@ -82,8 +89,9 @@ def _gpu(
     float8: float | None = None,
     ranks_per_node: int = 8,
     shares: Mapping[str, Any] = _HOPPER,
+    host: str = "PCIe5",
 ) -> Hardware:
-    """A device in units of a data sheet: TFLOP/s, TB/s, GB."""
+    """A device in units of a data sheet: TFLOP/s, TB/s, GB. `host` is its link to the CPU."""
     rates = {"float64": float64, "float32": float32, "float16": half, "bfloat16": half}
     if tf32 is not None:
         rates["tf32"] = tf32
@@ -101,6 +109,7 @@ def _gpu(
         context=0.7e9,
         channels=0.2e9,
         reserve=0.05,
+        host=Link(LINKS[host].latency, LINKS[host].bytes_per_time * _PINNED),
         **shares,
     )
 
@@ -109,11 +118,11 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         # NVIDIA V100 SXM2 32GB data sheet; bfloat16 is not native, its rate is float16's
         "V100": _gpu("V100", float64=7.8, float32=15.7, half=125, bandwidth=0.9, memory=32,
-                     intra="NVLink2", inter="InfiniBandEDR", shares=_AMPERE),
+                     intra="NVLink2", inter="InfiniBandEDR", shares=_AMPERE, host="PCIe3"),
         # NVIDIA A100 80GB SXM data sheet
         "A100": _gpu("A100", float64=9.7, float32=19.5, tf32=156, half=312,
                      bandwidth=2.039, memory=80, intra="NVLink3", inter="InfiniBandHDR",
-                     shares=_AMPERE),
+                     shares=_AMPERE, host="PCIe4"),
         # NVIDIA H100 SXM data sheet (its tensor figures are with sparsity: halved here)
         "H100": _gpu("H100", float64=34, float32=67, tf32=494.5, half=989.5, float8=1979,
                      bandwidth=3.35, memory=80, intra="NVLink4", inter="InfiniBandNDR"),
@@ -126,18 +135,18 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         # NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs, all on one NVLink domain
         "GB200": _gpu("GB200", float64=40, float32=80, tf32=1250, half=2500, float8=5000,
                       bandwidth=8.0, memory=186, intra="NVLink5", inter="InfiniBandNDR",
-                      ranks_per_node=72),
+                      ranks_per_node=72, host="NVLinkC2C"),
         # AMD Instinct MI300X data sheet; a ring of collectives uses all seven links of a device
         "MI300X": _gpu("MI300X", float64=81.7, float32=163.4, tf32=653.7, half=1307.4,
                        float8=2614.9, bandwidth=5.3, memory=192, intra="InfinityFabric",
                        inter="InfiniBandNDR", shares={**_HOPPER, "efficiency": {"matmul": 0.5}}),
         # NVIDIA L40S data sheet (halved: its tensor figures are with sparsity); no NVLink
         "L40S": _gpu("L40S", float64=1.4, float32=91.6, tf32=183, half=362, float8=733,
-                     bandwidth=0.864, memory=48, intra="PCIe4", inter="Ethernet100"),
+                     bandwidth=0.864, memory=48, intra="PCIe4", inter="Ethernet100", host="PCIe4"),
         # NVIDIA Ada whitepaper, GeForce RTX 4090 with float32 accumulation; no peer access
         "RTX4090": _gpu("RTX4090", float64=1.3, float32=82.6, tf32=82.6, half=165.2,
                         float8=330.3, bandwidth=1.008, memory=24, intra="PCIe4",
-                        inter="Ethernet25"),
+                        inter="Ethernet25", host="PCIe4"),
         # One core with 256-bit vectors at 3 GHz: two multiply-adds of eight floats a cycle;
         # its share of a memory channel. bfloat16 and float16 are computed in float32.
         "CPU-core": Hardware(

@@ -41,6 +41,7 @@ class Candidate:
     context_parallel: int = 1
     expert_parallel: int = 1
     sharding: int = 0
+    offload: int = 0  # the distance of `Schedule(offload=)`; 0: nothing leaves the device
 
     @property
     def num_stages(self) -> int:
@@ -86,6 +87,7 @@ class Candidate:
         stages = f", {self.stages_per_rank} stages each" if self.stages_per_rank > 1 else ""
         kept = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
         zero = f", ZeRO {self.sharding}" if self.sharding else ""
+        zero += f", offload {self.offload}" if self.offload else ""
         parts = _count(self.num_microbatches, "microbatch", "microbatches")
         return (
             f"{self.schedule} on {replicas}{ranks}{inside}{stages}, {parts} of "

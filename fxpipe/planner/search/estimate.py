@@ -35,6 +35,7 @@ from fxpipe.program import (
     Timeline,
     Value,
     ValueKind,
+    lower,
     simulate,
 )
 from fxpipe.program.action import COMPUTE_KINDS
@@ -101,7 +102,7 @@ def stage_costs(
 ) -> StageCosts:
     """The numbers as costs for the simulator; pipeline ranks are `layout.num_ranks` apart."""
     width = layout.num_ranks
-    ranks = range(placement.num_ranks)
+    ranks, host = range(placement.num_ranks), hardware.host
     links: dict[tuple[int, int], Link] = {}
     for a in ranks:
         for b in ranks:
@@ -116,6 +117,7 @@ def stage_costs(
                 backward_weight=s.backward_weight,
                 residual=s.kept + s.kept_received,
                 deferred=s.deferred,
+                offload=0.0 if host is None else host.time(s.kept + s.kept_received),
             )
             for s in stages
         ),
@@ -143,6 +145,8 @@ def predict(
     hardware: Hardware,
     layout: Layout,
     objective: Objective = "step",
+    *,
+    offload: int = 0,
 ) -> Prediction:
     """Simulate a program and follow its memory.
 
@@ -151,14 +155,19 @@ def predict(
     """
     edges = edges_of(len(stages), edge_bytes)
     costs = stage_costs(stages, edge_bytes, program.placement, hardware, layout)
-    spans = _spans(program, costs, edges)
+    spans: Sequence[Span]
+    if offload:
+        spans = simulate(lower(program, edges, offload=offload), costs, edges).spans
+    else:
+        spans = _spans(program, costs, edges)
     memory = rank_memory(program, spans, stages, edge_bytes, gradients_first=hardware.reserve > 0)
     memory = tuple(
         _with_system(memory[rank], program.placement.stages_of(rank), stages, edge_bytes, hardware,
                      layout, program.num_ranks)
         for rank in range(program.num_ranks)
     )  # fmt: skip
-    timeline = Timeline(program.num_ranks, tuple(spans), (), ())
+    computed = tuple(span for span in spans if span.action.kind.is_compute or span.action.parts)
+    timeline = Timeline(program.num_ranks, computed, (), ())
     own = [end - (start if objective == "period" else 0.0) for start, end in timeline.extent]
     after = after_step(program.placement, stages, hardware, layout)
     step = max(span + rest for span, rest in zip(own, after, strict=True))
@@ -251,9 +260,13 @@ def rank_memory(
     first_gradient: dict[int, float] = {}
     for rank, action, start, end in spans:
         for part in action.parts or (action,):
+            stage = stages[part.stage]
+            if part.kind.is_offload:
+                away = part.kind is Kind.OFFLOAD
+                size = stage.kept + (stage.kept_received if copies else 0.0)
+                changes[rank].append((end, 0.0, -size) if away else (start, 0.0, size))
             if not part.kind.is_compute:
                 continue
-            stage = stages[part.stage]
             starts[rank].append((start, stage.peak(part.kind)))
             # Within the action its peak counts, so that all shows at its end.
             for where, size in effects[part.kind][part.stage]:

@@ -102,9 +102,9 @@ class Option:
 
     def timeline(self, hardware: Hardware, *, transfers: bool = True) -> tuple[Program, Timeline]:
         """The program, with its transfers, and when everything in it happens."""
-        program = self.make_program()
-        if transfers:
-            program = lower(program, self.edges)
+        program, offload = self.make_program(), self.candidate.offload or None
+        if transfers or offload:
+            program = lower(program, self.edges, offload=offload)
         return program, simulate(program, self.costs(hardware), self.edges)
 
     def to_dict(self) -> dict[str, Any]:

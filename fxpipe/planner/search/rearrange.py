@@ -25,6 +25,8 @@ def rearranged(
 
     A better order may hold as much more as the rank has free.
     """
+    if option.candidate.offload:
+        return option  # another order is another time for copies, which the search does not see
     program, costs = option.make_program(), option.costs(hardware)
     _, timeline = option.timeline(hardware, transfers=False)
     free = [(memory_limit - m.total) / (1 + hardware.reserve) for m in option.prediction.memory]

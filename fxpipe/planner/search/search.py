@@ -26,7 +26,7 @@ from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.measured import Profile
 from fxpipe.planner.cost.parallel import Layout
 from fxpipe.planner.cost.stage_numbers import StageNumbers, numbers_of
-from fxpipe.planner.cost.training import Training
+from fxpipe.planner.cost.training import Checkpointing, Training
 from fxpipe.planner.cost.workload import Workload, is_model_input, workload_of
 from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.partition.partition import Partition, partition
@@ -47,6 +47,9 @@ _LARGEST = 150_000
 _MANY = 16
 """So many steps at least can be simulated within the budget; longer ones come later."""
 
+_SLOWER = 8
+"""How much longer it takes to simulate an action in a step with copies to the host."""
+
 _EFFORT = 2_000
 """Steps of the exact search for a partition."""
 
@@ -57,6 +60,8 @@ class Pricing:
 
     `stage_of` fixes the stage of each node; None lets the planner cut. `pins` and
     `together` are as in `auto_split`, with a function that finds the items of a module.
+    `offload` is the distance to offload at, 0 for never; `keeps` are the ways of checkpointing
+    beside which that is tried.
     """
 
     costs: GraphCosts
@@ -70,6 +75,8 @@ class Pricing:
     profile: Profile | None = None
     sequence_parallel: bool = True
     objective: Objective = "step"
+    offload: int = 0
+    keeps: tuple[Checkpointing, ...] = ("none",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,26 @@ class Search:
                 option = self._try(candidate)
                 if option is not None:
                     tried[candidate] = option
+        self._offload(tried, budget)
         return tried
+
+    def _offload(self, tried: dict[Candidate, Option], budget: int) -> None:
+        """Try with host memory what is quicker than all that fits, and what need not repeat."""
+        limit, best = self.pricing.memory_limit, min(self._fitting(tried), default=math.inf)
+        if not self.pricing.offload or self.pricing.hardware.host is None:
+            return
+        quicker = [option for option in tried.values() if option.step_time < best]
+        quicker.sort(key=lambda o: o.missing(limit) if best == math.inf else o.step_time)
+        chosen = [option.candidate for option in quicker[:4]]
+        for option in sorted(tried.values(), key=lambda o: (o.missing(limit), o.step_time))[:2]:
+            if option.candidate.checkpointing != "none":
+                keeps = [replace(option.candidate, checkpointing=how) for how in self.pricing.keeps]
+                chosen += keeps
+        for candidate in dict.fromkeys(chosen):
+            if _SLOWER * _num_actions(candidate) <= budget // 4 and self._used <= budget:
+                found = self._try(replace(candidate, offload=self.pricing.offload))
+                if found is not None:
+                    tried[found.candidate] = found
 
     def _sweep(
         self,
@@ -327,7 +353,9 @@ class Search:
             limits,
             rate,
             microbatches=candidate.num_microbatches,
-            tries=max(budget // _num_actions(candidate), 2),
+            tries=max(
+                budget // _num_actions(candidate) // (_SLOWER if candidate.offload else 1), 2
+            ),
         )
         return known.get(found, option)
 
@@ -415,9 +443,11 @@ class Search:
         for item, names in enumerate(load.nodes):
             nodes[cut[item]] += names
         program = self._program(candidate, candidate.num_microbatches)
-        self._used += sum(map(len, program.ranks))
+        self._used += sum(map(len, program.ranks)) * (_SLOWER if candidate.offload else 1)
         machine, objective = self.pricing.hardware, self.pricing.objective
-        prediction = predict(program, stages, edges, machine, candidate.layout, objective)
+        prediction = predict(
+            program, stages, edges, machine, candidate.layout, objective, offload=candidate.offload
+        )
         return Option(
             candidate, prediction, stages, edges, tuple(map(tuple, nodes)),
             self._modules(nodes), bound,

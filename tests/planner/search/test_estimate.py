@@ -1,6 +1,7 @@
 """Predicted memory against the bytes that a real step in one process holds."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fxpipe.planner.partition.partition import partition
 from fxpipe.planner.plan import plan
 from fxpipe.planner.search.auto_split import assign
 from fxpipe.planner.search.estimate import Memory, predict, rank_memory
+from fxpipe.program import Link
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules import get_schedule_class
@@ -132,3 +134,23 @@ def test_replicas_add_the_time_to_reduce_gradients():
     more = step(data=8).step_time - step().step_time
     assert more == pytest.approx(0.1 * ring * (1 + hardware.jitter), rel=0.05)
     assert step(data=8).makespan == pytest.approx(step().makespan, rel=0.01)
+
+
+def test_offloading_saves_what_waits_and_costs_what_copies_take():
+    program = SCHEDULES["1F1B"](8, 8, 24)
+    stages = (StageNumbers(1.0, 1.0, 1.0, kept=10e9),) * 8
+    edges = {(stage, stage + 1): (1e6, 1e6) for stage in range(7)}
+
+    def step(rate, offload):
+        host = Link(0.0, rate)
+        machine = replace(HARDWARE["H100"], host=host, reserve=0.0, context=0.0, channels=0.0)
+        return predict(program, stages, edges, machine, Layout(), offload=offload)
+
+    plain, quick, slow = step(50e9, 0), step(50e9, 2), step(1e9, 2)
+    held = [[memory.activations / 10e9 for memory in one.memory] for one in (plain, quick)]
+    assert [round(count) for count in held[0]] == [8, 7, 6, 5, 4, 3, 2, 1]
+    # One computes, one is on its way out and one on its way back.
+    assert all(count <= 3.01 for count in held[1])
+    assert quick.step_time == pytest.approx(plain.step_time, rel=1e-3)
+    # Copies of 20 s each do not hide behind 3 s of work.
+    assert slow.step_time > 3 * plain.step_time

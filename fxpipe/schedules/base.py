@@ -118,6 +118,7 @@ class Schedule:
         )
         self._program: Program | None = None
         self._made_session: Session | None = None
+        self._longer: dict[int, Schedule] = {}  # for streams, by the number of batches
         self._newcomer = Newcomer(self._stages[0].group)
         if self._has_program():
             self._program = self._begin()

@@ -38,7 +38,6 @@ def eval_stream(schedule: Schedule, batches: Iterable[Any], at_once: int) -> Ite
 
 
 def _outputs(schedule: Schedule, batches: Iterator[Any], at_once: int) -> Iterator[Any]:
-    longer: dict[int, Schedule] = {}
     while True:
         calls: list[Any] = []
         rows: list[int] | None = []
@@ -57,12 +56,14 @@ def _outputs(schedule: Schedule, batches: Iterator[Any], at_once: int) -> Iterat
         schedule.check_alike("eval_stream", "the number of batches", count, problem)
         if not count:
             return
-        if count not in longer:
-            longer[count] = _longer(schedule, count)
+        if count not in schedule._longer:
+            schedule._longer[count] = _longer(schedule, count)
         has_inputs = any(args or kwargs for args, kwargs in calls)
         given = (Microbatches(calls, rows=rows),) if has_inputs else ()
         with torch.no_grad():
-            outputs = longer[count]._run(Call(False, given, {}, None, {}, True, batches=count))
+            outputs = schedule._longer[count]._run(
+                Call(False, given, {}, None, {}, True, batches=count)
+            )
         yield from outputs if outputs is not None else [None] * count
 
 

@@ -94,8 +94,8 @@ def branch(value: Any) -> Branch | None:
     if kind in pytree.SUPPORTED_NODES:
         return _registered(value)
     if dataclasses.is_dataclass(value):
-        names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
-        return _attributes(value, names)
+        names = (field.name for field in dataclasses.fields(value))
+        return _attributes(value, tuple(name for name in names if _is_readable(value, name)))
     if kind in (collections.OrderedDict, collections.defaultdict, collections.deque):
         return _registered(value)
     if isinstance(value, (dict, list)) and has_tensor(value):
@@ -352,6 +352,15 @@ def _attributes(value: Any, names: tuple[str, ...]) -> Branch:
         return made
 
     return Branch(tuple(("attr", name) for name in names), children, make, False)
+
+
+def _is_readable(value: Any, name: str) -> bool:
+    """Say whether a field has a value; a configuration may have one per layer, and tell none."""
+    try:
+        getattr(value, name)
+    except Exception:
+        return False
+    return True
 
 
 def _shallow(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """Nested values that cross a cut: functions with tensors inside, dict-like objects."""
 
 import copy
+import dataclasses
 from collections import UserDict
 from typing import Any
 
@@ -116,3 +117,22 @@ def test_a_slice_that_ends_at_a_tensor_is_taken_apart():
     assert [leaf for _, leaf in walk((..., slice(None, end)))] == [..., None, end, None]
     assert map_leaves(lambda leaf: 3 if leaf is end else leaf, slice(None, end)) == slice(None, 3)
     assert has_tensor(slice(end)) and not has_tensor(slice(3))
+
+
+@dataclasses.dataclass
+class PerLayer:
+    """A configuration that tells no value where each layer has its own."""
+
+    width: int
+    heads: int = 2
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "heads":
+            raise ValueError("heads differ from layer to layer")
+        return super().__getattribute__(name)
+
+
+def test_a_field_that_cannot_be_read_stays() -> None:
+    found = map_leaves(lambda leaf: leaf + 1 if isinstance(leaf, int) else leaf, PerLayer(3))
+
+    assert vars(found) == {"width": 4, "heads": 2}

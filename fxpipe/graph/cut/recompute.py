@@ -106,7 +106,7 @@ def _stand_in(
 
     Only for values whose dtype is that of the parameters whatever autocast does, so
     that the stand-in can be given the right dtype when the stage runs. To a mask of
-    true and false the dtype is nothing.
+    true and false the dtype is nothing, nor any size but those of rows and tokens.
     """
     is_mask = isinstance(reader.target, MaskCall) and not any(
         spec.dtype.is_floating_point for spec in flow.facts.tensors(reader)
@@ -114,9 +114,11 @@ def _stand_in(
     if not is_mask and not keeps_parameter_dtype(flow.traced.module, flow.facts, node):
         return None
     spec: TensorSpec = flow.facts[node].spec
+    wanted = (spec.shape[:2], None) if is_mask else (spec.shape, spec.dtype)
     for other in received:
         found = flow.facts[other].spec
-        if found.requires_grad and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+        shown = (found.shape[:2], None) if is_mask else (found.shape, found.dtype)
+        if found.requires_grad and shown == wanted:
             return other
     return None
 

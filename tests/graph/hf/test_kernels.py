@@ -23,7 +23,7 @@ DECODERS = sorted(
     for name in {*FULL, *IN_FOUR, *IN_TWO}
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and case(name).kind == "text"
 )
-SAMPLE = ["llama", "gpt2", "opt", "qwen3_moe", "gpt_oss", "xglm"]
+SAMPLE = ["llama", "gpt2", "opt", "qwen3_moe", "gpt_oss", "xglm", "gemma3n_text"]
 
 
 def built(name, attention):

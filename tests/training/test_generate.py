@@ -211,3 +211,30 @@ def test_the_plain_pipeline_function_is_enough() -> None:
     found = generate(Schedule1F1B(stages, 4), IDS, max_new_tokens=6)
 
     assert torch.equal(torch.stack(found), wanted(model, IDS))
+
+
+def with_replicas(rank: int, kind: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def wrap(module: Any) -> Any:
+        if kind == "ddp":
+            return DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+        return fully_shard(module, mesh=mesh["dp"])
+
+    plain = llama()
+    pipe = piped(llama(), mesh.get_group("pp"), wrap=wrap)
+    assert torch.equal(torch.stack(generate(pipe, IDS, max_new_tokens=6)), wanted(plain, IDS))
+    batch = {"input_ids": IDS, "position_ids": torch.arange(7).expand(4, 7)}
+    for output in pipe.schedule.eval_stream([batch] * 3):
+        if output is not None:
+            torch.testing.assert_close(output.logits, plain(IDS).logits)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_stages_with_replicas_generate_and_stream(kind: str) -> None:
+    run_on_ranks(4, with_replicas, kind)

@@ -36,7 +36,13 @@ from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_lo
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
 from fxpipe.runtime.wire.transport import Transport, TransportError
-from fxpipe.torch_inside import parameters_of, version_of
+from fxpipe.torch_inside import (
+    backward_hooks,
+    backward_pre_hooks,
+    parameters_of,
+    post_accumulate_hooks,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from fxpipe.runtime.session import Session
@@ -357,7 +363,9 @@ class StepRun:
         number = self._weight if isinstance(self._weight, float) else 0.0
         weighted = 0 if self._weight is None else 2 if stays else 1
         step = self.step
-        flags = (failure is not None, weighted, bool(step.aux), step.has_differentiated)
+        sums = self.trains and self.session.sums_weights is not False
+        needs = bool(step.aux) or (sums and self._has_hooks())
+        flags = (failure is not None, weighted, needs, step.has_differentiated)
         vectors = self.control.exchange([*map(int, flags), bits_of(number)])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
@@ -389,18 +397,35 @@ class StepRun:
         assumed = self.step.batch_weight
         must_be_known = not is_apart or any(v[2] for v in vectors)
         if any(v[1] == 2 for v in summed):
-            on_device = self._weight_on_device()
+            on_device = self._replicas.mean(self._weight_on_device())
             if assumed == 1.0 and not must_be_known:
                 return torch.where(on_device != 0, 1.0 / on_device, torch.zeros_like(on_device))
             total = float(on_device) or math.inf
         else:
-            total = sum(number_of(v[4]) for v in summed) or math.inf
+            total = self._mean_weight(sum(number_of(v[4]) for v in summed)) or math.inf
         if total == assumed or math.isnan(assumed):
             return None
         if must_be_known:
             self.control.raises_everywhere = True
             raise BatchWeightError(total)
         return assumed / total
+
+    def _has_hooks(self) -> bool:
+        """Whether users' hooks see gradients, which must be scaled by then."""
+        state = self.session.state
+        return any(backward_hooks(p) or post_accumulate_hooks(p) for p in state.parameters) or any(
+            backward_hooks(module) or backward_pre_hooks(module) for _, module in state.modules
+        )
+
+    def _mean_weight(self, total: float) -> float:
+        """The weight of the batch, on average over the replicas: the same on all ranks of all."""
+        if not self.plan.has_replicas:
+            return total
+        device = next(iter(self.session.stages.values())).device
+        mean = self._replicas.mean(torch.tensor(total, dtype=torch.float64, device=device))
+        mine = bits_of(float(mean)) if self._replicas.has_groups else 0
+        found = (v[0] for v in self.control.exchange([mine]))
+        return number_of(next(filter(None, found), 0))
 
     def _weight_on_device(self) -> torch.Tensor:
         device = next(iter(self.session.stages.values())).device

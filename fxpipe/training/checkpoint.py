@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,10 @@ def save_checkpoint(
     how: dict[str, Any] = {"storage_writer": Writer(run, name, keep), "process_group": group}
     if not wait:
         writing: Any = async_save(tensors, no_dist=is_alone, **how)
-        _WRITING.append(writing)
-        return _WRITING[-1]
+        saving = _Saving()
+        writing.add_done_callback(saving.take)
+        _WRITING.append(saving)
+        return saving
     save(tensors, no_dist=is_alone, **how)
     done: Future[Any] = Future()
     done.set_result(None)
@@ -263,10 +266,32 @@ def _saved_as(name: str, value: Any) -> Any:
     return check_plain(state, f"extra {name!r}")
 
 
-_WRITING: list[Future[Any]] = []
+class _Saving(Future[Any]):
+    """A save that is written in the background. It knows whether anybody has asked how it went."""
+
+    is_told = False
+
+    def take(self, other: Future[Any]) -> None:
+        error = other.exception()
+        if error is None:
+            self.set_result(other.result())
+        else:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_told = self.is_told or self.done()
+
+
+_WRITING: list[_Saving] = []
 
 
 def _finish_writing() -> None:
-    """Wait for the save that is still written in the background, and raise what it raised."""
+    """Wait for the save that is still written in the background, and raise what nobody has seen."""
     while _WRITING:
-        _WRITING.pop().result()
+        saving = _WRITING.pop()
+        wait_for([saving])
+        if not saving.is_told:
+            saving.result()

@@ -472,13 +472,15 @@ def test_a_fault_in_one_replica_reaches_the_others(schedule: str, wrapper: str, 
 
 
 class Sized(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, has_aux: bool) -> None:
         super().__init__()
+        self.has_aux = has_aux
         self.linear = nn.Linear(8, 8).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.linear(x))
-        aux_loss(h.pow(2).mean(), 0.3)
+        if self.has_aux:
+            aux_loss(h.pow(2).mean(), 0.3)
         return h
 
 
@@ -487,17 +489,18 @@ def masked_sum(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor
     return ((output - target).pow(2) * mask).sum(), mask.sum()
 
 
-def weighted_and_auxiliary(rank: int, wrapper: str) -> None:
+def weighted_and_auxiliary(rank: int, wrapper: str, has_aux: bool) -> None:
+    """Replicas with other weights: the sum of all over the weight of all, as without replicas."""
     pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     replica, place = rank // 2, rank % 2
-    modules = nn.ModuleList([Sized(), Sized()])
+    modules = nn.ModuleList([Sized(has_aux), Sized(has_aux)])
     reference = copy.deepcopy(modules)
     x, y = rand(16, 8), rand(16, 8, seed=2) + 0.1
-    for rows in (slice(0, 8), slice(8, 16)):
-        with collect_aux_losses() as aux:
-            total, weight = masked_sum(reference[1](reference[0](x[rows])), y[rows])
-        ((total / weight + aux.total()) / 2).backward()
+    with collect_aux_losses() as aux:
+        made_by = [reference[1](reference[0](x[rows])) for rows in (slice(0, 8), slice(8, 16))]
+    total, weight = masked_sum(torch.cat(made_by), y)
+    (total / weight + (aux.total() / 2 if has_aux else 0.0)).backward()
     wrapped = wrap(modules[place], wrapper, dp[place])
     stage = PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])
     made = Schedule1F1B(stage, 4, loss_fn=masked_sum)
@@ -510,6 +513,10 @@ def weighted_and_auxiliary(rank: int, wrapper: str) -> None:
             assert_close(grad, step * q.grad, wrapper)
 
 
+@pytest.mark.parametrize("has_aux", [True, False], ids=["aux", "alone"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_replicas_with_weights_of_their_own_and_auxiliary_losses(wrapper: str) -> None:
-    run_on_ranks(4, weighted_and_auxiliary, wrapper)
+def test_replicas_with_weights_of_their_own_and_auxiliary_losses(
+    wrapper: str, has_aux: bool
+) -> None:
+    # Without auxiliary losses each replica divided the average of the sums by its own weight.
+    run_on_ranks(4, weighted_and_auxiliary, wrapper, has_aux)

@@ -6,9 +6,18 @@ import gc
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fxpipe import InputError, Microbatches, PipelineStage, PipeliningShapeError, ScheduleError
+from fxpipe import (
+    InputError,
+    LocalGroup,
+    Microbatches,
+    PipelineStage,
+    PipeliningShapeError,
+    Schedule1F1B,
+    ScheduleError,
+)
 from tests.runtime.stages import Block, check_step, mse, rand, run_plain, schedule_for
 from tests.runtime.training import SCHEDULE_NAMES, assert_close
 
@@ -459,3 +468,86 @@ def test_a_weighted_loss_scales_whatever_has_a_gradient(schedule: str) -> None:
     wanted = torch.autograd.grad(total / weight, leaves)
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b + 1, "gradient")
+
+
+class SometimesDetached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        return made if x[0, 0] > 0 else made.detach()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+def test_a_value_that_is_detached_in_one_microbatch_only(is_first: bool) -> None:
+    """A gradient that comes back for it goes nowhere; one that would not come back is refused."""
+    torch.manual_seed(0)
+    modules = [SometimesDetached(), nn.Linear(4, 4).double()]
+    x, y = torch.randn(4, 4).double(), torch.randn(4, 4).double()
+    x[:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0]) * (-1 if is_first else 1)
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+    made = Schedule1F1B(stages, 2, loss_fn=F.mse_loss)
+    if is_first:
+        with pytest.raises(InputError, match="requires a gradient in this microbatch, but did not"):
+            made.step(x, target=y)
+        return
+    made.step(x, target=y)
+    found = [p.grad for m in modules for p in m.parameters()]
+    for m in modules:
+        m.zero_grad()
+    for some in (slice(0, 2), slice(2, 4)):
+        (F.mse_loss(modules[1](modules[0](x[some])), y[some]) / 2).backward()
+    for p, grad in zip([p for m in modules for p in m.parameters()], found, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+class Sparse(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        if self.kind == "nested":
+            return torch.nested.as_nested_tensor(list(made), layout=torch.jagged)
+        return made.to_sparse()
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_cannot_travel_are_named(kind: str) -> None:
+    modules = [Sparse(kind), nn.Linear(4, 4).double()]
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+    x = torch.randn(4, 4).double()
+    with pytest.raises(InputError, match=f"stage 0 returns a {kind}.*only dense tensors travel"):
+        Schedule1F1B(stages, 2, loss_fn=F.mse_loss).step(x, target=x)
+
+
+class TiedSparse(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(6, 4, sparse=True).double()
+        self.stage = stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.table.weight.T if self.stage else self.table(x)
+
+
+def test_sparse_gradients_of_tied_parameters_are_added_up() -> None:
+    """The plain model's gradient is dense: a sum of sparse and dense ones."""
+    modules, plain = [TiedSparse(0), TiedSparse(1)], TiedSparse(0)
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+    ids, y = torch.tensor([[0, 1], [2, 3], [1, 1], [5, 0]]), torch.randn(4, 2, 6).double()
+    tied = [[(0, "table.weight"), (1, "table.weight")]]
+    made = Schedule1F1B(stages, 2, loss_fn=F.mse_loss, tied=tied)
+    for _ in range(2):
+        made.step(ids, target=y)
+        F.mse_loss(plain.table(ids) @ plain.table.weight.T, y).backward()
+        for module in modules:
+            torch.testing.assert_close(module.table.weight.grad, plain.table.weight.grad)

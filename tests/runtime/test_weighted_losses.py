@@ -172,3 +172,40 @@ def test_an_auxiliary_loss_in_split_code_is_recorded() -> None:
     (total / weight + aux.total()).backward()
     torch.testing.assert_close(made.aux_loss, aux.total().detach())
     same_gradients([model], [plain])
+
+
+def _clamp(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("kind", ["hook", "post", "module"])
+def test_hooks_see_gradients_that_are_divided(kind: str) -> None:
+    """A hook that is not linear, such as clamping, needs the gradient of the mean."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(4, 4).double() for _ in range(2)]
+    plain = copy.deepcopy(nn.Sequential(*modules))
+    for part in (modules[1], plain[1]):
+        if kind == "hook":
+            part.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        elif kind == "post":
+            part.weight.register_post_accumulate_grad_hook(_clamp)
+        else:
+            part.register_full_backward_hook(lambda _, grads, __: (grads[0].clamp(-0.01, 0.01),))
+    x, y = torch.randn(4, 4).double(), torch.randn(4, 4).double()
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output - target).pow(2).sum(), torch.tensor(16.0)
+
+    group = LocalGroup(2)
+    stages = [PipelineStage(m, i, 2, "cpu", group=group) for i, m in enumerate(modules)]
+    made = Schedule1F1B(stages, 1, loss_fn=loss)
+    for _ in range(2):
+        for p in (*plain.parameters(), *(p for m in modules for p in m.parameters())):
+            p.grad = None
+        made.step(x, target=y)
+        (loss(plain(x), y)[0] / 16.0).backward()
+        for p, q in zip(
+            [p for m in modules for p in m.parameters()], plain.parameters(), strict=True
+        ):
+            torch.testing.assert_close(p.grad, q.grad)

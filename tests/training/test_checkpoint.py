@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 from collections.abc import Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fxpipe import (
     save_checkpoint,
 )
 from fxpipe.schedules import Schedule
+from fxpipe.training.storage import Writer
 from models import gpt
 
 
@@ -276,4 +278,27 @@ def test_a_checkpoint_holds_plain_data_only(tmp_path: Path) -> None:
 
     model.note = Path("x")
     with pytest.raises(InputError, match=r"'_extra_state' holds a PosixPath"):
+        save_checkpoint(tmp_path, model)
+
+
+def test_a_failed_save_in_the_background_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next save raised it again, though the disk was well and the user had been told."""
+    model = nn.Linear(2, 2)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    for asks in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(Writer, "write_data", fails)
+            saving = save_checkpoint(tmp_path, model, wait=False)
+            if asks:
+                with pytest.raises(BaseException, match="no space left"):
+                    saving.result()
+            wait([saving])
+        if not asks:
+            with pytest.raises(BaseException, match="no space left"):
+                save_checkpoint(tmp_path, model)
         save_checkpoint(tmp_path, model)

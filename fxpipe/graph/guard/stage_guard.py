@@ -21,6 +21,7 @@ from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.guard.world import World
+from fxpipe.torch_inside import children_of
 
 __all__ = ["StageGuard"]
 
@@ -92,6 +93,38 @@ class _Flag:
             holder.training = owner.training
 
 
+class _Children:
+    """The modules in one that is split: the stage holds those that were there."""
+
+    __slots__ = ("_found", "_owner")
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = weakref.ref(owner)
+        self._found = {
+            name: None if child is None else weakref.ref(child)
+            for name, child in children_of(owner).items()
+        }
+
+    def check(self) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        now = children_of(owner)
+        changed = [
+            name
+            for name, known in self._found.items()
+            if now.get(name) is not (None if known is None else known())
+        ]
+        if isinstance(owner, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            changed += [name for name in now if name not in self._found]
+        if changed:
+            raise TraceError(
+                f"the module {changed[0]!r} of a {type(owner).__name__} is not the one that was "
+                "there when pipeline() traced the model, and stages would go on with that; call "
+                "pipeline() again"
+            )
+
+
 class StageGuard:
     """Called before each forward of a stage."""
 
@@ -99,6 +132,7 @@ class StageGuard:
         self._world = world or World()
         self._tensors: list[_Tensor] = []
         self._flags: list[_Flag] = []
+        self._children: list[_Children] = []
         self._read: dict[str, weakref.ref[nn.Module]] = {}
         self._traced: dict[str, bool] | None = None
         self._why = ""
@@ -110,6 +144,7 @@ class StageGuard:
     def flag(self, owner: nn.Module, holder: nn.Module) -> None:
         """Follow the training flag of a module of the model."""
         self._flags.append(_Flag(owner, holder))
+        self._children.append(_Children(owner))
 
     def settle(self) -> None:
         """Take the flags that the model has now as known: those of a trial run are put back."""
@@ -159,6 +194,8 @@ class StageGuard:
         if len(self._read) > 1 or self._traced is not None:
             self._check_modes()
         self._world.check()
+        for children in self._children:
+            children.check()
 
     def _check_modes(self) -> None:
         now = {name: found.training for name, ref in self._read.items() if (found := ref())}

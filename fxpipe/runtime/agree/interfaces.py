@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, PipeliningShapeError
+from fxpipe.errors import FxpipeError, InputError, PipeliningShapeError
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
 from fxpipe.runtime.agree.inputs import tensors_of
@@ -150,6 +150,7 @@ class InterfaceProber:
                 args = as_arguments(skeleton.build(specs))  # type: ignore[arg-type]
                 check_declared(stage, "takes", this.front.input_args, specs)
             output = self._run(this, args, kwargs, before[shape][1] if before else None)
+            _check_dense(stage, tensors_of(output))
             returned = [TensorSpec.of(x) for x in tensors_of(output)]
             check_declared(stage, "returns", this.front.output_args, returned)
             sent = self._ports(output, this.output_grads)
@@ -182,6 +183,7 @@ class InterfaceProber:
             out_of = [some for (source, _), some in ports.items() if source == stage]
             sent = this.front.sent(stage, out_of)
             made = this.front.tensors(output, None, stage)
+            _check_dense(stage, made)
             found.append({p.name: _form(t, None) for p, t in zip(sent, made, strict=True)})
         return found
 
@@ -208,6 +210,16 @@ class InterfaceProber:
                 raise PipeliningShapeError(
                     f"stage {index} cannot take what stage {index - 1} sends ({sent}): {error}"
                 ) from error
+
+
+def _check_dense(stage: int, tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InputError(
+                f"stage {stage} returns a {kind} tensor, but only dense tensors travel between "
+                "stages: return it dense, or return its parts and put it together in the next stage"
+            )
 
 
 def _form(tensor: torch.Tensor, gradient: Any) -> tuple[tuple[int, ...], torch.dtype, Any]:

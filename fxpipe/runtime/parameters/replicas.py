@@ -163,6 +163,19 @@ class Replicas:
             + shown
         )
 
+    @property
+    def has_groups(self) -> bool:
+        return bool(self._groups)
+
+    def mean(self, number: torch.Tensor) -> torch.Tensor:
+        """The mean of a number over the replicas of this process's first stage that has some."""
+        groups = next((sync.groups for sync in self._syncs if sync.groups), ())
+        for group in [group for group in groups if group.size() > 1]:
+            with collective_of([group]):
+                dist.all_reduce(number, group=group)
+            number = number / group.size()
+        return number
+
     def _wait(self, work: dist.Work | None, group: dist.ProcessGroup) -> None:
         """Wait for a collective of the replicas."""
         assert work is not None

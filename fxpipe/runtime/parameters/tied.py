@@ -210,7 +210,7 @@ def _give(copies: Sequence[nn.Parameter], total: torch.Tensor) -> None:
     for p in copies:
         if not p.requires_grad:
             continue
-        if p.grad is None:
+        if p.grad is None or p.grad.is_sparse:  # a sum with dense ones is dense
             p.grad = torch.zeros_like(p)
         local(p.grad).copy_(total)
 

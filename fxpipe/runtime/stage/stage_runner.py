@@ -155,7 +155,7 @@ class StageRunner:
         if self._is_last:
             term = self._finish(microbatch, output)
         else:
-            sent = self._outgoing(wiring, output)
+            sent = self._outgoing(wiring, output, step.is_training)
         if aux.terms:
             step.aux.append((microbatch, sum(aux.terms).detach()))  # type: ignore[union-attr]
         if step.is_training:
@@ -233,7 +233,7 @@ class StageRunner:
             step.put_aside(own_leaves(term.total, output))
         return term
 
-    def _outgoing(self, wiring: Wiring, output: Any) -> Tensors:
+    def _outgoing(self, wiring: Wiring, output: Any, is_training: bool) -> Tensors:
         index = self.stage.stage_index
         sent = self._front.tensors(output, wiring.outgoing, index)
         if self._spreads or any(type(tensor) is not torch.Tensor for tensor in sent):
@@ -244,6 +244,12 @@ class StageRunner:
         for tensor, port in zip(sent, wiring.sent, strict=True):
             if tensor.shape != port.shape or tensor.dtype != port.dtype:
                 self._misfits(sent, wiring.sent)
+            if tensor.requires_grad and not port.has_gradient and is_training:
+                raise InputError(
+                    f"{port.name!r} of stage {index} requires a gradient in this microbatch, but "
+                    "did not when the stages agreed on what they send: none would come back for "
+                    "it. Detach it in every microbatch or in none"
+                )
         return sent
 
     def _check_fresh(self, microbatch: int, sent: Tensors) -> None:
@@ -297,9 +303,9 @@ class StageRunner:
         arrived.clear()
         for place, grad in by_place.items():
             root = residual.sent[place]
-            assert root is not None
-            roots.append(root)
-            seeds.append(grad)
+            if root is not None:  # else it is detached in this microbatch
+                roots.append(root)
+                seeds.append(grad)
         del aux
         residual.sent, residual.aux, residual.term = [], [], None
         deferral, dw_builder = residual.deferral, self.stage.dw_builder

@@ -323,3 +323,20 @@ def test_a_guard_keeps_no_model_alive_and_stays_behind_when_a_stage_is_copied() 
 
     assert alive() is None
     stage(hidden)
+
+
+@pytest.mark.parametrize("change", ["replaced", "added", "removed"])
+def test_modules_that_are_not_those_of_the_trace_are_refused(change: str) -> None:
+    """Stages went on with the old ones, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    stages = [pipeline(model, (x,), num_stages=2).get_stage_module(i) for i in range(2)]
+    stages[1](stages[0](x))
+    if change == "replaced":
+        model[2] = nn.Linear(4, 4)
+    elif change == "added":
+        model.append(nn.ReLU())
+    else:
+        del model[2]
+    with pytest.raises(TraceError, match="is not the one that was there when pipeline"):
+        stages[0](x)

@@ -42,7 +42,8 @@ def partner_groups(
         for tensor in (*module.parameters(), *module.buffers()):
             mesh = getattr(tensor, "device_mesh", None)
             if mesh is not None:
-                found.update((id(group), group) for group in mesh.get_all_groups())
+                with contextlib.suppress(RuntimeError):  # a mesh of groups that were destroyed
+                    found.update((id(group), group) for group in mesh.get_all_groups())
     for group in (group for module in modules for group in grad_sync(module).groups):
         found.pop(id(group), None)
     return [group for group in found.values() if group.size() > 1]

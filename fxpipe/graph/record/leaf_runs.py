@@ -154,16 +154,19 @@ class LeafRuns:
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         hidden = self._stand_ins.hidden(args, kwargs)
         mark = self._sizes.mark()
-        try:
-            with preserved(module, far=False):
-                found = self._run_as_is(call, *(hidden or (args, kwargs)))
-            met = self._sizes.met_since(mark)
-            if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
-                inputs = (args, kwargs)
-                return self._settled(module, call, inputs, found, met) if hidden else found
-        except Exception as error:
-            self._sizes.met_since(mark)
-            failure = error
+        # With sizes of the model a leaf may meet what opened code has settled before it.
+        for inputs in (hidden, (args, kwargs)) if hidden else ((args, kwargs),):
+            try:
+                with preserved(module, far=False):
+                    found = self._run_as_is(call, *inputs)
+                met = self._sizes.met_since(mark)
+                if self.example is None or not has_unbacked(found.output, self._mode.shape_env):
+                    if inputs is not hidden:
+                        return found
+                    return self._settled(module, call, (args, kwargs), found, met)
+            except Exception as error:
+                self._sizes.met_since(mark)
+                failure = error
         self.functions.forget()  # with the conditions that the run has met
         return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -156,7 +157,13 @@ class Pipe(nn.Module):
         from fxpipe.stage import build_stage
 
         module = self.get_stage_module(stage_index)
-        return build_stage(module, stage_index, self.info(), device, group)
+        stage = build_stage(module, stage_index, self.info(), device, group)
+        stage.front.model_parameters = {
+            id(p): (weakref.ref(p), name, i)
+            for i, other in enumerate(self.stages)
+            for name, p in other.module.named_parameters()
+        }
+        return stage
 
     def flops(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Count the FLOPs of one microbatch's forward on each stage.

@@ -23,6 +23,7 @@ from fxpipe import (
     Schedule1F1B,
     TensorChunkSpec,
     load_checkpoint,
+    pipeline,
     save_checkpoint,
 )
 from tests.distributed.bodies import blocks, mse, plain_gradients, rand, stages_of
@@ -295,7 +296,21 @@ def nothing_that_wants_a_gradient(rank: int, modules: list[nn.Module]) -> Any:
     return made, call, "does not depend on anything that requires a gradient"
 
 
+def loss_of_all_parameters(rank: int, modules: list[nn.Module]) -> Any:
+    model = nn.Sequential(*blocks(2))
+    pipe = pipeline(model, (X[:2],), num_stages=2)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse(output, target) + sum(p.pow(2).sum() for p in model.parameters())
+
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    made = Schedule1F1B(stage, 4, loss_fn=loss, timeout=PATIENCE)
+    words = "loss_fn uses '.*' of stage 0, which another rank trains"
+    return schedule(rank, modules), lambda: made.step(X, target=Y), words
+
+
 CAUSES = [
+    loss_of_all_parameters,
     checkpoint_of_another_step,
     unscale_beside_another_call,
     nothing_that_wants_a_gradient,

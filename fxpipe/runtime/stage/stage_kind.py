@@ -9,6 +9,7 @@ runtime asks the stage's `front` and never which kind it is.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,6 +92,8 @@ class Front:
     """
 
     kind = "hand-written"
+    model_parameters: Mapping[int, tuple[weakref.ref[nn.Parameter], str, int]] = {}
+    """By `id`: parameters of the whole model with their names and stages, where it is known."""
 
     def __init__(
         self,

@@ -230,8 +230,19 @@ class StageRunner:
         if step.is_training:
             # A step that fails must leave their gradients as they were; one that succeeds divides
             # them by the weight of the batch once it is known, as those of parameters.
-            step.put_aside(own_leaves(term.total, output))
+            for leaf in step.put_aside(own_leaves(term.total, output)):
+                self._check_is_here(leaf)
         return term
+
+    def _check_is_here(self, leaf: torch.Tensor) -> None:
+        """The loss reaches a tensor beside the output: not a parameter of another rank's stage."""
+        known, name, index = self._front.model_parameters.get(id(leaf), (None, "", 0))
+        if known is not None and known() is leaf:
+            raise InputError(
+                f"loss_fn uses {name!r} of stage {index}, which another rank trains: this gradient "
+                "would be lost. Call aux_loss() in the model for such a term, or use the "
+                "optimizer's weight decay"
+            )
 
     def _outgoing(self, wiring: Wiring, output: Any, is_training: bool) -> Tensors:
         index = self.stage.stage_index

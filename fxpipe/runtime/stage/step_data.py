@@ -46,14 +46,18 @@ class StepData:
             return self._seed(self.grad_scale / self.batch_weight, term)
         return self._seed(self.weights[microbatch] * self.grad_scale, term)
 
-    def put_aside(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Tell what this step adds to these gradients apart from what is there."""
+    def put_aside(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Tell what this step adds to these gradients apart from what is there.
+
+        Returns those that are neither known yet nor parameters of this process's stages.
+        """
         known = {id(leaf) for aside in self._asides for leaf in aside.leaves}
         if len(known) < len(leaves):  # the stages' own parameters are put aside already
             known |= {id(p) for module in self.modules for p in module.parameters()}
         new = [leaf for leaf in leaves if id(leaf) not in known]
         if new:
             self._asides.append(GradStash(new))
+        return new
 
     def restore(self, scale: Scale) -> None:
         """The step succeeded: add what it has added, times `scale`."""

@@ -109,7 +109,7 @@ class Deferral(TorchFunctionMode):
             call = recognise(func, args, kwargs or {})
             if call is not None and _can_run_function():
                 return self._defer(call)
-        elif func in _INNER:
+        elif func in _INNER and not functorch_is_active():
             return _INNER[func](self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

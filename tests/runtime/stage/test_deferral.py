@@ -333,6 +333,21 @@ def test_backward_inside_the_forward_gives_the_gradient_at_once() -> None:
     torch.testing.assert_close(module.seen, twin.seen)
 
 
+def test_transforms_of_torch_func_inside_the_forward_are_left_alone() -> None:
+    # A Jacobian calls autograd within a transform, where tensors have no edges that we could take.
+    def step(m: Any, x: Tensor) -> Tensor:
+        made = torch.func.jacrev(lambda row: torch.tanh(F.linear(row, m.w)))(x[0])
+        return F.linear(x, m.w) @ made
+
+    module = Lambda(step, w=nn.Parameter(torch.randn(DIM, DIM)))
+    twin = copy.deepcopy(module)
+    x = torch.randn(3, DIM)
+
+    _, grads = split(module, x, wants_grad=True)
+
+    assert_same(grads, plain(twin, x, wants_grad=True)[1])
+
+
 def test_inner_backward_with_inputs_touches_only_those() -> None:
     def step(m: Any, x: Tensor) -> Tensor:
         F.linear(F.linear(x.detach(), m.a), m.b).sum().backward(inputs=[m.b])

@@ -117,6 +117,7 @@ class StepRun:
         )
 
     def run(self) -> Outcome:
+        self._partners.restart()
         with self._replicas.limited():
             return self._run()
 
@@ -395,7 +396,7 @@ class StepRun:
                 "weight: use scale_grads=False and divide in the end, or reduce in every step"
             )
         assumed = self.step.batch_weight
-        must_be_known = not is_apart or any(v[2] for v in vectors)
+        must_be_known = not is_apart or self._is_needed(any(v[2] for v in vectors))
         if any(v[1] == 2 for v in summed):
             on_device = self._replicas.mean(self._weight_on_device())
             if assumed == 1.0 and not must_be_known:
@@ -416,6 +417,13 @@ class StepRun:
         return any(backward_hooks(p) or post_accumulate_hooks(p) for p in state.parameters) or any(
             backward_hooks(module) or backward_pre_hooks(module) for _, module in state.modules
         )
+
+    def _is_needed(self, needs: bool) -> bool:
+        """Whether any replica must know the weight before: all run equally often."""
+        if not self.plan.has_replicas:
+            return needs
+        needs = self._replicas.any(needs)
+        return any(v[0] for v in self.control.exchange([needs]))
 
     def _mean_weight(self, total: float) -> float:
         """The weight of the batch, on average over the replicas: the same on all ranks of all."""

@@ -503,6 +503,8 @@ def weighted_and_auxiliary(rank: int, wrapper: str, has_aux: bool) -> None:
     (total / weight + (aux.total() / 2 if has_aux else 0.0)).backward()
     wrapped = wrap(modules[place], wrapper, dp[place])
     stage = PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])
+    if rank == 1:  # one replica has a hook, and must know the weight; the other runs as often
+        next(wrapped.parameters()).register_hook(lambda grad: grad)
     made = Schedule1F1B(stage, 4, loss_fn=masked_sum)
     rows = slice(8 * replica, 8 * replica + 8)
 

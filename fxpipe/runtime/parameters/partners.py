@@ -56,7 +56,8 @@ class Partners:
         self._groups = groups
         self._deadline = Deadline(seconds)
         self._limit = Limit(groups)
-        self._has_compared = self._has_voted = False
+        self._compared: list[dist.ProcessGroup] = []
+        self._has_voted = False
 
     @contextlib.contextmanager
     def limited(self) -> Iterator[None]:
@@ -87,14 +88,25 @@ class Partners:
         Raises:
             RemoteStageError: one of them does not answer.
         """
-        self._has_compared = True
+        ballots = []
+        # In all groups first: who waits in one might not come to another.
         for group in self._groups:
             with asked(group):
                 ballot = ballot_of(group, self._deadline, _WHO)
-                if not ballot.open(zlib.crc32(bytes(what)), self._deadline)():
+                is_same = ballot.open(zlib.crc32(bytes(what)), self._deadline)
+            self._compared.append(group)
+            ballots.append((group, ballot, is_same))
+        found = ""
+        for group, ballot, is_same in ballots:
+            with asked(group):
+                if not is_same():
                     words = ballot.said(has_voted=False)
-                    return f"{_WHO} failed: {words}" if words else _UNLIKE
-        return ""
+                    found = f"{_WHO} failed: {words}" if words else found or _UNLIKE
+        return found
+
+    def restart(self) -> None:
+        """The step runs, maybe once more: each run has a vote."""
+        self._has_voted = False
 
     def finish(self) -> None:
         """Vote: this rank has succeeded.
@@ -103,15 +115,15 @@ class Partners:
             RemoteStageError: a partner has failed, or does not answer.
         """
         self._has_voted = True
-        words = ""
+        failed: list[str] = []
         for group in self._groups:
             with asked(group):
                 ballot = ballot_of(group, self._deadline, _WHO)
                 if ballot.vote([False, True], self._deadline)[0]:
-                    words = words or ballot.said()
-                    self._check_device(group, words)
-        if words:
-            raise RemoteStageError(f"{_WHO} failed: {words}")
+                    failed.append(ballot.said() or "it left no message")
+                    self._check_device(group, failed[0])
+        if failed:
+            raise RemoteStageError(f"{_WHO} failed: {failed[0]}")
 
     def tell(self, message: str) -> None:
         """Vote, unless this rank has: it has failed. Wake who waits for it in a collective."""
@@ -122,7 +134,7 @@ class Partners:
             try:
                 ballot = ballot_of(group, Deadline(min(self._deadline.left(), 2 * _SOON)), _WHO)
                 ballot.say(message)
-                if not self._has_compared:
+                if group not in self._compared:
                     ballot.open(_FAILED, self._deadline)
                 _, succeeded = ballot.cast([True, False], self._deadline)(Deadline(_SOON))
             except SilentReplicaError:

@@ -167,6 +167,13 @@ class Replicas:
     def has_groups(self) -> bool:
         return bool(self._groups)
 
+    def any(self, flag: bool) -> bool:
+        """Whether it is so for any replica of any stage of this process."""
+        for group in self._groups:
+            with asked(group):
+                flag = ballot_of(group, self._deadline).vote([flag], self._deadline)[0]
+        return flag
+
     def mean(self, number: torch.Tensor) -> torch.Tensor:
         """The mean of a number over the replicas of this process's first stage that has some."""
         groups = next((sync.groups for sync in self._syncs if sync.groups), ())

@@ -28,9 +28,12 @@ from fxpipe.runtime.parameters.lost_groups import collective_of
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.runtime.wire.communicators import backend_of
 
-__all__ = ["DdpSync", "Wait"]
+__all__ = ["DdpSync", "Earlier", "Wait"]
 
 BUCKET_BYTES = 25 * 2**20
+
+Earlier = MutableMapping[torch.Tensor, torch.Tensor]
+"""Gradients of former steps that were put aside, by parameter."""
 
 Wait = Callable[[dist.Work | None, dist.ProcessGroup], None]
 
@@ -69,7 +72,7 @@ class DdpSync:
         self.trained = Trained(modules)
         self._may_reduce: Callable[[], bool] = bool
         self._averaged: list[DistributedDataParallel] = []
-        self._earlier: MutableMapping[torch.Tensor, torch.Tensor] = {}
+        self._earlier: Earlier = {}
         self._unused: set[nn.Parameter] = set()  # whose gradient here is made up of zeros
         self._open: list[_Bucket] = []
         self.late: set[nn.Parameter] = set()  # other stages of this process add to them
@@ -81,13 +84,7 @@ class DdpSync:
         for module in self._modules:
             module.require_forward_param_sync = False
 
-    def begin(
-        self,
-        earlier: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        reduces: bool,
-        may_reduce: Callable[[], bool],
-    ) -> None:
+    def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
         self._earlier, self._may_reduce = earlier, may_reduce
         self._before = [module.require_backward_grad_sync for module in self._modules]
         # Under no_sync() a module takes no part.

@@ -8,14 +8,14 @@ the end of the step waits for that. A step that does not reduce leaves them ther
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fxpipe.runtime.parameters.ddp import Wait
+from fxpipe.runtime.parameters.ddp import Earlier, Wait
 from fxpipe.runtime.parameters.lost_groups import collective_of, explained
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.torch_inside import (
@@ -54,13 +54,7 @@ class FsdpSync:
     def held(self) -> list[nn.Parameter]:
         return []  # each stage has shards of its own
 
-    def begin(
-        self,
-        earlier: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        reduces: bool,
-        may_reduce: Callable[[], bool],
-    ) -> None:
+    def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
         self.reduces, self._has_reduced, self._may_reduce = reduces, False, may_reduce
         held = self._held()
         found = [(one, take_gathered_gradient(one)) for one in held]

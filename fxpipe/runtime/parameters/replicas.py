@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import InputError, RemoteStageError
 from fxpipe.runtime.control.ballot import Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.parameters.ddp import Earlier
 from fxpipe.runtime.parameters.lost_groups import (
     Limit,
     asked,
@@ -67,7 +68,7 @@ class Replicas:
         finally:
             self._limit.clear()
 
-    def begin(self, earlier: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+    def begin(self, earlier: Earlier) -> None:
         """Begin the step, if it has not begun; see `GradSync.begin`.
 
         Raises:

@@ -8,17 +8,16 @@ when weight gradients come later than input gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.errors import InputError
 from fxpipe.program import Action, Kind
-from fxpipe.runtime.parameters.ddp import DdpSync, Wait
+from fxpipe.runtime.parameters.ddp import DdpSync, Earlier, Wait
 from fxpipe.runtime.parameters.fsdp import FsdpSync, fsdp_roots
 from fxpipe.runtime.parameters.trained import Trained
 
@@ -40,13 +39,7 @@ class GradSync(Protocol):
     def held(self) -> list[nn.Parameter]:
         """The parameters with a gradient that another stage of this process may hold as well."""
 
-    def begin(
-        self,
-        earlier: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        reduces: bool,
-        may_reduce: Callable[[], bool],
-    ) -> None:
+    def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
         """Before the first action of a training step.
 
         `earlier` are gradients of former steps that were put aside. Those that were never
@@ -92,13 +85,7 @@ class NoSync:
     def held(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]
 
-    def begin(
-        self,
-        earlier: MutableMapping[torch.Tensor, torch.Tensor],
-        *,
-        reduces: bool,
-        may_reduce: Callable[[], bool],
-    ) -> None: ...
+    def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None: ...
 
     def unshard(self) -> None: ...
 

@@ -158,11 +158,12 @@ class Pipe(nn.Module):
 
         module = self.get_stage_module(stage_index)
         stage = build_stage(module, stage_index, self.info(), device, group)
-        stage.front.model_parameters = {
-            id(p): (weakref.ref(p), name, i)
+        # Of modules: parameters with references to them could not be moved by `module.to()`.
+        stage.front.model_parts = [
+            (weakref.ref(part), name, i)
             for i, other in enumerate(self.stages)
-            for name, p in other.module.named_parameters()
-        }
+            for name, part in other.module.named_modules()
+        ]
         return stage
 
     def flops(self, sizes: Mapping[str, int] | None = None) -> tuple[int, ...]:

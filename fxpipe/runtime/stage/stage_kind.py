@@ -92,8 +92,8 @@ class Front:
     """
 
     kind = "hand-written"
-    model_parameters: Mapping[int, tuple[weakref.ref[nn.Parameter], str, int]] = {}
-    """By `id`: parameters of the whole model with their names and stages, where it is known."""
+    model_parts: Sequence[tuple[weakref.ref[nn.Module], str, int]] = ()
+    """The modules of the whole model with their names and stages, where they are known."""
 
     def __init__(
         self,

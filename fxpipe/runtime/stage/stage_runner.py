@@ -29,7 +29,7 @@ from fxpipe.runtime.stage.offload import SavedTensors
 from fxpipe.runtime.stage.received import Slots, receive
 from fxpipe.runtime.stage.stage_kind import Stage, forward_context
 from fxpipe.runtime.stage.step_data import StepData
-from fxpipe.torch_inside import pytree
+from fxpipe.torch_inside import parameters_of, pytree
 
 __all__ = ["StageRunner", "Wiring", "wire"]
 
@@ -236,13 +236,16 @@ class StageRunner:
 
     def _check_is_here(self, leaf: torch.Tensor) -> None:
         """The loss reaches a tensor beside the output: not a parameter of another rank's stage."""
-        known, name, index = self._front.model_parameters.get(id(leaf), (None, "", 0))
-        if known is not None and known() is leaf:
-            raise InputError(
-                f"loss_fn uses {name!r} of stage {index}, which another rank trains: this gradient "
-                "would be lost. Call aux_loss() in the model for such a term, or use the "
-                "optimizer's weight decay"
-            )
+        for known, path, index in self._front.model_parts:
+            part = known()
+            found = {} if part is None else parameters_of(part)
+            name = next((f"{path}.{key}" for key, p in found.items() if p is leaf), None)
+            if name is not None:
+                raise InputError(
+                    f"loss_fn uses {name!r} of stage {index}, which another rank trains: this "
+                    "gradient would be lost. Call aux_loss() in the model for such a term, or use "
+                    "the optimizer's weight decay"
+                )
 
     def _outgoing(self, wiring: Wiring, output: Any, is_training: bool) -> Tensors:
         index = self.stage.stage_index

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fxpipe import (
     FxpipeError,
+    InputError,
     LocalGroup,
     PipelineStage,
     SplitPoint,
@@ -402,6 +403,9 @@ class Rank:
     def do_step(self, call: Call, record: Record) -> None:
         x, y = self.inputs(call)
         made = self.schedules[call.schedule]
+        if not any(p.requires_grad for p in self.plain.parameters()):
+            self._step_without_gradients(record, made, call)
+            return
         found = made.step(x, target=y, **self.scale(call))
         with quiet():
             output = self.plain(x, **self.scale(call))
@@ -410,6 +414,17 @@ class Rank:
                 loss.backward()
         self._count_calls()
         self._compare_outcome(record, made, found, output, loss)
+
+    def _step_without_gradients(self, record: Record, made: Any, call: Call) -> None:
+        """Everything is frozen: backward() of the plain model raises, and so does a step."""
+        x, y = self.inputs(call)
+        try:
+            made.step(x, target=y, **self.scale(call))
+        except InputError as error:
+            if "does not depend on anything that requires a gradient" not in str(error):
+                raise
+        else:
+            record.wrong.append("nothing wants a gradient, and step() does not say so")
 
     def _compare_outcome(
         self, record: Record, made: Any, found: Any, output: Tensor, loss: Tensor

@@ -39,7 +39,7 @@ from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
-from fxpipe.runtime.wire.failure import Deadline, described, note, raise_problems
+from fxpipe.runtime.wire.failure import Deadline, described, in_words, note, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (
     LocalChannels,
@@ -153,7 +153,7 @@ class Session:
                 with partners.limited():
                     return self._step(call, control, partners)
             except BaseException as error:
-                partners.tell("{}: {}".format(*described(error)))
+                partners.tell(in_words(error))
                 raise
 
     def _spread_over(self) -> Sequence[dist.ProcessGroup]:
@@ -170,9 +170,9 @@ class Session:
             raise control.lost(error) from error
         except BaseException as error:
             try:
-                self._tell_replicas(call, "{}: {}".format(*described(error)))
+                self._tell_replicas(call, in_words(error))
             except Exception as other:
-                note(error, "replicas were not told: {}: {}".format(*described(other)))
+                note(error, f"replicas were not told: {in_words(other)}")
             raise
         self.plan = self._running = plan
         outcome = self._run(control, plan, call, chunks, partners, records)

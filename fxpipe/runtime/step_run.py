@@ -34,7 +34,7 @@ from fxpipe.runtime.parameters.tied import Scale
 from fxpipe.runtime.rollback import Rollback
 from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_local, run_rank
 from fxpipe.runtime.stage.step_data import StepData
-from fxpipe.runtime.wire.failure import Failure, described, note, remote_error
+from fxpipe.runtime.wire.failure import Failure, described, in_words, note, remote_error
 from fxpipe.runtime.wire.transport import Transport, TransportError
 from fxpipe.torch_inside import (
     backward_hooks,
@@ -155,7 +155,7 @@ class StepRun:
         try:
             work()
         except Exception as other:
-            note(error, "cleaning up failed, too: {}: {}".format(*described(other)))
+            note(error, f"cleaning up failed, too: {in_words(other)}")
 
     # Gradients and buffers as they were
 
@@ -327,7 +327,7 @@ class StepRun:
     def _drained(self, error: BaseException) -> BaseException:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
         try:
-            self._partners.tell("{}: {}".format(*described(error)))
+            self._partners.tell(in_words(error))
             if self.trains:
                 self._replicas.begin({})
             if self.session.is_local:
@@ -335,7 +335,7 @@ class StepRun:
                     executor.drain_collectives()
             else:
                 self.plan.executors[0].drain()
-            self._tell_replicas("{}: {}".format(*described(error)))
+            self._tell_replicas(in_words(error))
         except TransportError as lost:
             self._lost(lost)
             raise error from lost
@@ -346,7 +346,6 @@ class StepRun:
         return error
 
     def _tell_replicas(self, message: str) -> None:
-        self._partners.tell(message)
         if self.trains:
             self._replicas.give_up(message)
 

@@ -203,6 +203,9 @@ class InterfaceProber:
                     return _run_parallel(stage, args, kwargs, ports or ())
                 return probe(stage.submod, args, dict(kwargs))
             except RuntimeError as error:
+                meant = self._control.explain(error)
+                if meant is not error:
+                    raise meant from error
                 if ports is None or isinstance(error, FxpipeError):
                     raise
                 sent = ", ".join(f"{port.name} {port}" for port in ports)

@@ -1,9 +1,9 @@
-"""Votes of data-parallel replicas: all learn the same outcome of a step.
+"""Votes of data-parallel replicas, and of ranks that share a stage: all learn the same outcome.
 
 A vote is one all-reduce of a few bytes over a gloo group of our own, which ends with the step's
 deadline. A replica that waits until then gives the vote up. What it has sent may still complete
 the vote of one that comes later: so the store decides, where the first word about a vote stays,
-"given up" or "counted".
+"given up" or "counted". Why somebody failed is in the store, too, and read only then.
 
 Who has voted in time need not ask. Nobody waits for a vote before the one before has ended, which
 needs everybody's: so nobody can have given this vote up sooner than the timeout after this
@@ -25,7 +25,7 @@ from fxpipe.runtime.control.board import Board
 from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store
 from fxpipe.runtime.wire.failure import Deadline
 
-__all__ = ["BALLOTS", "Ballot", "SilentReplicaError", "ballot_of"]
+__all__ = ["BALLOTS", "REPLICA", "Ballot", "SilentReplicaError", "ballot_of"]
 
 _GRACE = 2.0  # seconds for what others have counted to arrive here
 

@@ -1,6 +1,6 @@
-"""Groups of replicas that nobody must use again, and what makes a group one of them.
+"""Groups of replicas and partners that nobody must use again, and what makes a group one of them.
 
-Collectives that not all replicas make stay open: a later one would be taken for the answer, and
+Collectives that not all ranks make stay open: a later one would be taken for the answer, and
 whoever frees the group would wait for it. So a group is given up for good, and its connections
 are closed, which wakes everybody who waits in it.
 """
@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RemoteStageError
-from fxpipe.runtime.control.ballot import SilentReplicaError
+from fxpipe.runtime.control.ballot import REPLICA, SilentReplicaError
 from fxpipe.runtime.wire.communicators import backend_of
+from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.runtime.wire.transport import close_connections
 
 __all__ = [
@@ -95,7 +96,7 @@ def explained(error: BaseException, groups: Sequence[dist.ProcessGroup]) -> Base
 
 
 def _silence(groups: Sequence[dist.ProcessGroup], error: Exception) -> SilentReplicaError:
-    why = f"a data-parallel replica of this stage did not answer: {str(error).splitlines()[0]}"
+    why = f"{REPLICA} did not answer: {str(error).splitlines()[0]}"
     for group in groups:
         leave(group, why)
     return SilentReplicaError(next((_LOST[group] for group in groups), why))
@@ -107,6 +108,17 @@ class Limit:
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         self._groups = [group for group in groups if blocks(group)]
         self._timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def during(self, deadline: Deadline, who: str) -> Iterator[None]:
+        """Around everything that may wait for the other ranks of the groups."""
+        # A little sooner than the pipeline, whose other ranks only see that this one waits.
+        seconds = 0.9 * deadline.left()
+        self.set(seconds, f"{who} did not answer within {seconds:.2g} s")
+        try:
+            yield
+        finally:
+            self.clear()
 
     def set(self, seconds: float, why: str) -> None:
         self.clear()

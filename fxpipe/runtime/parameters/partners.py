@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import RemoteStageError
 from fxpipe.runtime.control.ballot import SilentReplicaError, ballot_of
-from fxpipe.runtime.parameters.lost_groups import Limit, asked, blocks, check_groups, is_lost, leave
+from fxpipe.runtime.parameters.lost_groups import Limit, asked, blocks, check_groups, leave
 from fxpipe.runtime.parameters.sync import grad_sync
 from fxpipe.runtime.wire.failure import Deadline
 
 __all__ = ["Partners", "partner_groups"]
 
-_SOON = 2.0  # seconds in which a partner votes that does not wait in a collective
+_SOON = 5.0  # seconds in which a partner votes that does not wait in a collective
 _WHO = "a rank that shares this stage"
 _UNLIKE = (
     "the ranks that share a stage must make the same call: the same step or eval, with inputs, "
@@ -59,15 +59,9 @@ class Partners:
         self._compared: list[dist.ProcessGroup] = []
         self._has_voted = False
 
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that may wait for a partner."""
-        seconds = 0.9 * self._deadline.left()
-        self._limit.set(seconds, f"{_WHO} did not answer within {seconds:.2g} s")
-        try:
-            yield
-        finally:
-            self._limit.clear()
+        return self._limit.during(self._deadline, _WHO)
 
     def begin(self) -> None:
         """Meet, if the partners have not met.
@@ -130,9 +124,9 @@ class Partners:
         if self._has_voted:
             return
         self._has_voted = True
-        for group in [group for group in self._groups if not is_lost(group)]:
+        for group in self._groups:  # one that was given up, too: partners may not know of it
             try:
-                ballot = ballot_of(group, Deadline(min(self._deadline.left(), 2 * _SOON)), _WHO)
+                ballot = ballot_of(group, Deadline(min(self._deadline.left(), _SOON)), _WHO)
                 ballot.say(message)
                 if group not in self._compared:
                     ballot.open(_FAILED, self._deadline)

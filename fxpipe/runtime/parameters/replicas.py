@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import InputError, RemoteStageError
-from fxpipe.runtime.control.ballot import Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.control.ballot import REPLICA, Ballot, SilentReplicaError, ballot_of
 from fxpipe.runtime.parameters.ddp import Earlier
 from fxpipe.runtime.parameters.lost_groups import (
     Limit,
@@ -55,18 +55,11 @@ class Replicas:
         self._groups = list(groups.values())
         self._limit = Limit(self._groups)
 
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that may wait for a replica."""
         if self._reduces or any(sync.is_sharded for sync in self._syncs):
-            # A little sooner than the pipeline, whose other ranks only see that this one waits.
-            seconds = 0.9 * self._deadline.left()
-            why = f"a data-parallel replica of this stage did not answer within {seconds:.2g} s"
-            self._limit.set(seconds, why)
-        try:
-            yield
-        finally:
-            self._limit.clear()
+            return self._limit.during(self._deadline, REPLICA)
+        return contextlib.nullcontext()
 
     def begin(self, earlier: Earlier) -> None:
         """Begin the step, if it has not begun; see `GradSync.begin`.
@@ -141,7 +134,7 @@ class Replicas:
         failed, is_unusual = ballot.vote([False, not is_usual], self._deadline)
         if failed:
             words = ballot.said() or "it left no message"
-            raise RemoteStageError(f"a data-parallel replica of this stage failed: {words}")
+            raise RemoteStageError(f"{REPLICA} failed: {words}")
         if not is_same:
             raise self._unlike(syncs, ballot)
         if is_unusual:

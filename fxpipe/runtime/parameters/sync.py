@@ -77,10 +77,10 @@ class NoSync:
     is_sharded = False
     reduces = True
     groups: Sequence[dist.ProcessGroup] = ()
+    trained = Trained(())  # there is nobody to compare it with
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.trained = Trained([module])
 
     def held(self) -> list[nn.Parameter]:
         return [p for p in self._module.parameters() if p.requires_grad]

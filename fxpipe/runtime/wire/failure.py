@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fxpipe import errors
 from fxpipe.errors import FxpipeError, RemoteStageError
 
-__all__ = ["Deadline", "Failure", "described", "note", "raise_problems", "remote_error"]
+__all__ = ["Deadline", "Failure", "described", "in_words", "note", "raise_problems", "remote_error"]
 
 LONGEST = 8000
 """Characters of a message that the other ranks are told."""
@@ -89,6 +89,11 @@ def described(error: BaseException) -> tuple[str, str]:
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}... ({len(text)} characters in all)"
     return kind, text
+
+
+def in_words(error: BaseException) -> str:
+    """Type and message in one line."""
+    return "{}: {}".format(*described(error))
 
 
 def note(error: BaseException, text: str) -> None:

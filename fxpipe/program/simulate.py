@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Kind
 from fxpipe.program.check.validate import validate
 from fxpipe.program.costs import StageCosts
@@ -42,6 +43,7 @@ def simulate(
     edges: Edges | None = None,
     *,
     streams: Streams = "pair",
+    max_outstanding_sends: int | None = None,
 ) -> Timeline:
     """The timeline of one step of a valid program.
 
@@ -50,7 +52,8 @@ def simulate(
 
     Without costs, `StageCosts.uniform`: one rank's share of a microbatch takes 1 for each
     of F, I and W, and transfers take no time. `streams` says which messages of a rank
-    share a queue; see `fxpipe.program.play.queues`.
+    share a queue; see `fxpipe.program.play.queues`. `max_outstanding_sends` is the schedules'
+    option: before it sends, a rank of a lowered program waits for the send so many before.
 
     Raises:
         ScheduleError: the program is not valid.
@@ -62,8 +65,14 @@ def simulate(
         program = lower(program, edges, fuse=False, costs=costs)
     else:
         validate(program, edges, streams=streams)
-    play = _Simulation(program, costs, Numbering.of(program, edges), streams)
+    numbering = Numbering.of(program, edges)
+    play = _Simulation(program, costs, numbering, streams, max_outstanding_sends)
     play.run()
+    if not play.is_done:
+        raise ScheduleError(
+            f"with at most {max_outstanding_sends} sends at once ranks wait for each other: "
+            "allow more, or lower the program with early receives"
+        )
     spans = play.spans
     order = sorted(spans, key=lambda place: (spans[place].start, spans[place].end, place[0]))
     return Timeline(
@@ -91,7 +100,12 @@ class _Simulation(Dispatch):
     """
 
     def __init__(
-        self, program: Program, costs: StageCosts, numbering: Numbering, streams: Streams
+        self,
+        program: Program,
+        costs: StageCosts,
+        numbering: Numbering,
+        streams: Streams,
+        max_sends: int | None,
     ) -> None:
         super().__init__(program.num_ranks, numbering, cost_times(costs, program.num_stages))
         self.network = self
@@ -111,6 +125,12 @@ class _Simulation(Dispatch):
         self._made_by: dict[int, Place] = {}
         # What each rank did until it was free.
         self._last: list[Place] = [_NOWHERE] * program.num_ranks
+        self._max_sends = max_sends
+        self._sends: list[list[int]] = [[] for _ in program.ranks]
+
+    @property
+    def is_done(self) -> bool:
+        return all(at == len(self._program.ranks[r]) for r, at in enumerate(self.position))
 
     def choose(self, rank: int, now: float) -> Action | None:
         """The next action of the program; one that computes waits for parameters and residuals."""
@@ -118,6 +138,13 @@ class _Simulation(Dispatch):
         if at == len(actions):
             return None
         action = actions[at]
+        if self._max_sends is not None and action.kind.is_send:
+            before = self._sends[rank][-self._max_sends :]
+            if len(before) == self._max_sends:
+                arrived = before[0] + self.numbering.num_values
+                if self.ready[arrived] < 0:
+                    return None  # `post` asks again
+                self._occupy(rank, (self.ready[arrived], self._made_by[arrived]))
         if (self._unsharded or self._reloaded) and (action.kind.is_compute or action.parts):
             for part in action.parts or (action,):
                 self._occupy(rank, self._unsharded.get(part.stage, _START))
@@ -153,6 +180,8 @@ class _Simulation(Dispatch):
         """Post half a transfer; begin those whose halves are at the heads of their queues."""
         self.free_at[rank] = now
         half = ((now, self._last[rank]), (rank, position))
+        if self._max_sends is not None and self._program.ranks[rank][position].kind.is_send:
+            self._sends[rank].append(number)
         for met, (sent, send), (received, recv) in self._queues.post(rank, number, half):
             keys = self._queues.keys(met)
             start = max(sent, received, *(self._queue_free.get(key, _START) for key in keys))
@@ -170,6 +199,8 @@ class _Simulation(Dispatch):
                     self.ask_again(other, end)
             self._made_by[met + self.numbering.num_values] = send
             self.deliver(met, end)
+            if self._max_sends is not None:
+                self.ask_again(send[0], self.free_at[send[0]])
         return self.free_at[rank]
 
     def handle(self, rank: int, position: int, now: float) -> float:

@@ -64,10 +64,14 @@ def test_outputs_go_when_they_are_sent() -> None:
     assert (first, middle) == (0, 0)
 
 
-def most_sends(rank: int, schedule: str, num_ranks: int, rows: int) -> int:
+def most_sends(
+    rank: int, schedule: str, num_ranks: int, rows: int, budget: int | None = None
+) -> int:
     """How many sent messages this rank keeps at most, looked at when an action begins."""
-    modules = _modules(num_ranks, 8)
-    made = get_schedule_class(schedule)(stages_of(modules, [rank]), NUM_MICROBATCHES, loss_fn=mse)
+    stages = stages_of(_modules(num_ranks, 8), [rank])
+    made = get_schedule_class(schedule)(
+        stages, NUM_MICROBATCHES, loss_fn=mse, max_outstanding_sends=budget
+    )
     shape = (NUM_MICROBATCHES * rows, 8)
     made.step(rand(*shape), target=rand(*shape))
     (transport,) = made._session._transports.values()
@@ -89,6 +93,39 @@ def test_a_sent_tensor_is_kept_only_until_it_was_read(backend: str) -> None:
     # Gradients used to be kept until the end of the step: eight of them.
     assert last <= 2
     assert middle <= 5
+
+
+@pytest.mark.parametrize("budget", [1, 2])
+def test_a_rank_keeps_no_more_sends_than_it_may(budget: int) -> None:
+    body = (by_group_alone, most_sends, "GPipe", 3, LARGE // 8)
+
+    free = run_on_ranks(3, *body)
+    held = run_on_ranks(3, *body, budget)
+
+    assert max(held) <= budget < max(free)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize("budget", [1, 2])
+def test_the_simulator_keeps_to_the_budget_of_sends(schedule: str, budget: int) -> None:
+    info = SCHEDULES[schedule]
+    num_stages = 3 if info.stages_per_rank[1] == 1 else 6
+    program = lower(info(3, num_stages, NUM_MICROBATCHES), streams="rank")
+    for latency in (0.3, 3.0):
+        costs = StageCosts.uniform(program.placement, link=Link(latency=latency), activation=1.0)
+        timeline = simulate(program, costs, streams="rank", max_outstanding_sends=budget)
+        for rank, actions in enumerate(program.ranks):
+            spans = {span.action: span for span in timeline.spans if span.rank == rank}
+            sends = [spans[action].end for action in actions if action.kind.is_send]
+            num_sends = 0
+            for action in actions:
+                num_sends += action.kind.is_send
+                done = num_sends - budget  # before the latest send was posted
+                if action.kind.is_compute and done > 0:
+                    assert spans[action].start >= sends[done - 1]
+        free = simulate(program, costs, streams="rank")
+        assert free == simulate(program, costs, streams="rank", max_outstanding_sends=999)
+        assert max(timeline.peak_memory) <= max(free.peak_memory)
 
 
 def envelope(program: Program, edges: Edges, rank: int) -> list[tuple[int, int]]:

@@ -106,6 +106,7 @@ class Executor:
         self._slot_of: dict[Value, int] = {}
         self._slots: list[Any] = []
         self._sent: dict[Value, Any] = {}
+        self._sends: list[Value] = []  # in the program's order
         self._proved = _proofs(program, edges, rank)
         self._owed: list[Half | Run] = [*before]  # messages and collectives: somebody waits
         self._paid = 0  # of these, in this step
@@ -312,13 +313,17 @@ class Executor:
 
     def _bind_send(self, value: Value, stage: int) -> Run:
         slot, sent = self._slot(value), self._sent
-        max_sends, release = self._max_sends, self._transport.release
+        release, before = self._transport.release, None
+        if self._max_sends is not None:
+            before = self._sends[-self._max_sends] if len(self._sends) >= self._max_sends else None
+            self._sends.append(value)
         half = self._half(value, stage, value.peer, is_send=True)
         post, paid = half.post, self._owe(half)
 
         def run() -> None:
-            while max_sends is not None and len(sent) >= max_sends:
-                release(sent.pop(next(iter(sent))))
+            oldest = None if before is None else sent.pop(before, None)
+            if oldest is not None:
+                release(oldest)
             handle = post(self._slots[slot])
             self._paid = paid
             self._slots[slot] = None

@@ -14,14 +14,17 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fxpipe.runtime.control.store import Store
 
 if TYPE_CHECKING:
     from fxpipe.runtime.control.group_control import GroupControl
 
-__all__ = ["GRACE", "POLL", "SILENCE", "Life", "Watch"]
+__all__ = ["GRACE", "POLL", "SIGN", "SILENCE", "Life", "Watch"]
 
 POLL = 0.1  # seconds between two looks at the store; more where many ranks share it
+SIGN = 3.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without a sign of life after which a rank on another host is gone
 GRACE = 1.0  # seconds in which a rank reads what one that has ended may still have sent
 
@@ -34,7 +37,7 @@ class Life:
         self._handles: dict[int, int] = {}
         self._ended: dict[int, float] = {}
         self._far = dict.fromkeys(far, (b"", 0.0))
-        self._looked = 0.0
+        self._looked = self._signed = -SILENCE
         self._beats = 0
         for rank, pid in near.items():
             with contextlib.suppress(OSError, AttributeError):
@@ -52,25 +55,28 @@ class Life:
         found = sorted(by_handle[handle] for handle, _ in poll.poll(0)) if by_handle else []
         return [(rank, f"its process {self._pids[rank]} has ended") for rank in found]
 
-    def sign(self, store: Any, key: str) -> None:
+    def sign(self, store: Store, key: str) -> None:
         """Leave a sign of our own life for the ranks of other hosts."""
-        if self._far:
+        now = time.monotonic()
+        if self._far and now - self._signed >= SIGN:
+            self._signed = now
             self._beats += 1
             store.set(key, str(self._beats))
 
-    def gone(self, store: Any, key: str) -> tuple[int, str] | None:
+    def gone(self, store: Store, key: str) -> tuple[int, str] | None:
         """A rank that has been gone for a while, and how we know."""
         now = time.monotonic()
         for rank, why in self.ended():
             if now - self._ended.setdefault(rank, now) > GRACE:
                 return rank, why
-        stopped = now - self._looked > 5.0  # we did not look ourselves: count anew
+        since_look = now - self._looked
+        if not self._far or since_look < SIGN:
+            return None
         self._looked = now
-        for rank, (said, since) in self._far.items():
-            one = f"{key}/{rank}"
-            found = store.get(one) if store.check([one]) else b""
-            if found != said or stopped:
-                self._far[rank] = (found, now)
+        found = _values(store, [f"{key}/{rank}" for rank in self._far])
+        for (rank, (said, since)), sign in zip(self._far.items(), found, strict=True):
+            if sign != said or since_look > 3 * SIGN:  # we did not look ourselves: count anew
+                self._far[rank] = (sign, now)
             elif now - since > SILENCE:
                 return rank, f"it has given no sign of life for {SILENCE:g} s"
         return None
@@ -78,6 +84,13 @@ class Life:
     @property
     def needs_signs(self) -> bool:
         return bool(self._far)
+
+
+def _values(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """What the store has for the keys, in one request once all are there."""
+    if store.check(keys):
+        return [bytes(found) for found in store.ask(lambda real: real.multi_get(keys))]
+    return [store.get(key) if store.check([key]) else b"" for key in keys]
 
 
 def _close_handles(handles: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ from fxpipe.runtime.agree.module_state import ModuleState, surroundings
 from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
 from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan
 from fxpipe.runtime.agree.tied_copies import TiedCopies, compare_copies
+from fxpipe.runtime.batch_weight import BatchWeightError
 from fxpipe.runtime.control.control import Control, agree, bits_of, check_same, number_of
 from fxpipe.runtime.control.dry_run import DryControl, DryTransport, is_fake
 from fxpipe.runtime.control.group_control import GroupControl, control_of
@@ -38,7 +39,7 @@ from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
-from fxpipe.runtime.step_run import BatchWeightError, Outcome, StepRun
+from fxpipe.runtime.step_run import Outcome, StepRun
 from fxpipe.runtime.wire.failure import Deadline, described, in_words, note, raise_problems
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.runtime.wire.transport import (

@@ -11,7 +11,6 @@ that fails leaves gradients and buffers as they were before it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,8 @@ from fxpipe.program import Span
 from fxpipe.runtime.agree.inputs import InputLeaves, stage_inputs, tensors_of
 from fxpipe.runtime.agree.request import Call, Chunks, split_call
 from fxpipe.runtime.agree.step_plan import StepPlan
-from fxpipe.runtime.control.control import Control, bits_of, number_of
-from fxpipe.runtime.control.sums import sum_over_ranks
+from fxpipe.runtime.batch_weight import BatchWeight, have_hooks
+from fxpipe.runtime.control.control import Control
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.partners import Partners
 from fxpipe.runtime.parameters.replicas import Replicas
@@ -36,30 +35,12 @@ from fxpipe.runtime.stage.executor import Executor, InterruptedStepError, run_lo
 from fxpipe.runtime.stage.step_data import StepData
 from fxpipe.runtime.wire.failure import Failure, described, in_words, note, remote_error
 from fxpipe.runtime.wire.transport import Transport, TransportError
-from fxpipe.torch_inside import (
-    backward_hooks,
-    backward_pre_hooks,
-    parameters_of,
-    post_accumulate_hooks,
-    version_of,
-)
+from fxpipe.torch_inside import parameters_of, version_of
 
 if TYPE_CHECKING:
     from fxpipe.runtime.session import Session
 
-__all__ = ["BatchWeightError", "Outcome", "StepRun"]
-
-
-class BatchWeightError(Exception):
-    """All ranks have learnt the weight of the batch, and must make the step again with it.
-
-    Sums are differentiated before the weight of the batch is known, and divided by it in the end.
-    Auxiliary losses must not be divided: so the weight must be known before.
-    """
-
-    def __init__(self, weight: float) -> None:
-        super().__init__(f"the batch has the weight {weight:g}")
-        self.weight = weight
+__all__ = ["Outcome", "StepRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +82,6 @@ class StepRun:
         self._rollback: Rollback | None = None
         self._stash: ties.GradStash | None = None
         self._versions: dict[nn.Parameter, int] = {}
-        # Of the batch, where the loss is a sum with a weight; on an accelerator it stays there.
-        self._weight: float | torch.Tensor | None = None
         self.step = StepData(
             is_training=self.trains,
             weights=plan.weights,
@@ -114,6 +93,14 @@ class StepRun:
             autocast=session.autocast(),
             batch_weight=batch_weight if session.options.scale_grads else 1.0,
             grad_scale=session.grad_scale,
+        )
+        self._weight = BatchWeight(
+            self.step.batch_weight,
+            control,
+            self._replicas,
+            transports,
+            next(iter(session.stages.values())).device,
+            has_replicas=plan.has_replicas,
         )
 
     def run(self) -> Outcome:
@@ -359,14 +346,12 @@ class StepRun:
 
     def _confirm(self, failure: BaseException | None) -> Scale:
         """Every rank learns whether all succeeded, and the weight of the batch if it is needed."""
-        stays = isinstance(self._weight, torch.Tensor)
-        number = self._weight if isinstance(self._weight, float) else 0.0
-        weighted = 0 if self._weight is None else 2 if stays else 1
         step = self.step
         sums = self.trains and self.session.sums_weights is not False
-        needs = bool(step.aux) or (sums and self._has_hooks())
+        needs = bool(step.aux) or (sums and have_hooks(self.session.state))
+        weighted, bits = self._weight.said()
         flags = (failure is not None, weighted, needs, step.has_differentiated)
-        vectors = self.control.exchange([*map(int, flags), bits_of(number)])
+        vectors = self.control.exchange([*map(int, flags), bits])
         failed = next((rank for rank, v in enumerate(vectors) if v[0]), None)
         if failed is not None:
             known = self.control.settled()
@@ -394,53 +379,11 @@ class StepRun:
                 "unreduced, but loss_fn returns (sum, weight) and each step is divided by its own "
                 "weight: use scale_grads=False and divide in the end, or reduce in every step"
             )
-        assumed = self.step.batch_weight
-        must_be_known = not is_apart or self._is_needed(any(v[2] for v in vectors))
-        if any(v[1] == 2 for v in summed):
-            on_device = self._replicas.mean(self._weight_on_device())
-            if assumed == 1.0 and not must_be_known:
-                return torch.where(on_device != 0, 1.0 / on_device, torch.zeros_like(on_device))
-            total = float(on_device) or math.inf
-        else:
-            total = self._mean_weight(sum(number_of(v[4]) for v in summed)) or math.inf
-        if total == assumed or math.isnan(assumed):
-            return None
-        if must_be_known:
-            self.control.raises_everywhere = True
-            raise BatchWeightError(total)
-        return assumed / total
-
-    def _has_hooks(self) -> bool:
-        """Whether users' hooks see gradients, which must be scaled by then."""
-        state = self.session.state
-        return any(backward_hooks(p) or post_accumulate_hooks(p) for p in state.parameters) or any(
-            backward_hooks(module) or backward_pre_hooks(module) for _, module in state.modules
-        )
-
-    def _is_needed(self, needs: bool) -> bool:
-        """Whether any replica must know the weight before: all run equally often."""
-        if not self.plan.has_replicas:
-            return needs
-        needs = self._replicas.any(needs)
-        return any(v[0] for v in self.control.exchange([needs]))
-
-    def _mean_weight(self, total: float) -> float:
-        """The weight of the batch, on average over the replicas: the same on all ranks of all."""
-        if not self.plan.has_replicas:
-            return total
-        device = next(iter(self.session.stages.values())).device
-        mean = self._replicas.mean(torch.tensor(total, dtype=torch.float64, device=device))
-        mine = bits_of(float(mean)) if self._replicas.has_groups else 0
-        found = (v[0] for v in self.control.exchange([mine]))
-        return number_of(next(filter(None, found), 0))
-
-    def _weight_on_device(self) -> torch.Tensor:
-        device = next(iter(self.session.stages.values())).device
-        mine = torch.zeros((), dtype=torch.float64, device=device)
-        if isinstance(self._weight, torch.Tensor):
-            mine = mine + self._weight.to(device)
+        needs = any(v[2] for v in vectors)
         try:
-            return sum_over_ranks(mine, self.control, self.transports)
+            must_be_known = not is_apart or self._weight.any_replica(needs)
+            said = [(v[1], v[4]) for v in summed]
+            return self._weight.scale(said, must_be_known=must_be_known)
         except TransportError as error:
             raise self._lost(error) from error
 
@@ -456,13 +399,8 @@ class StepRun:
     def _outcome(self) -> Outcome:
         step, n = self.step, self.session.program.num_microbatches
         terms = [step.losses[m] for m in sorted(step.losses)]
-        loss = None
-        if terms and terms[0].weight is not None:
-            total = sum(term.total.detach() for term in terms)
-            weight = torch.stack([t.weight for t in terms if t.weight is not None]).sum()
-            loss = torch.as_tensor(total / weight)
-            self._weight = float(weight) if weight.device.type == "cpu" else weight
-        elif terms:
+        loss = self._weight.add_up(terms)
+        if loss is None and terms:
             totals = torch.stack([term.total.detach() for term in terms])
             loss = _weighted(totals, step.weights)
         aux = [value * step.weights[m] for m, value in step.aux]

@@ -9,16 +9,16 @@ as many microbatches as ranks no rank waits for a token. Each stage keeps the ke
 own attention layers, one cache per microbatch; they never travel. What travels is the hidden state
 of the newest tokens, and the tokens themselves, which the rank of the last stage chooses.
 
-Caches are used where they can be: attention modules that take `past_key_values` (Hugging Face), and
-a model traced with `position_ids` among its inputs. Any other model is given the whole sequence
-again for each token, with the same result. Hand-written stages, DTensors at boundaries and
-schedules with hooks of the user's make one token per call.
+Caches are used where they are known to be right (`fxpipe.training.kv_caches`), in models traced
+with `position_ids` among their inputs. Any other model is given the whole sequence again for each
+token, with the same result. Hand-written stages, DTensors at boundaries and schedules with hooks of
+the user's make one token per call.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
+import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +29,15 @@ from torch import nn
 from fxpipe.errors import InputError
 from fxpipe.microbatch import Microbatches
 from fxpipe.program import Action
-from fxpipe.runtime.parameters.tied import plain_name
 from fxpipe.runtime.stage.stage_kind import TracedFront
 from fxpipe.schedules import Schedule
 from fxpipe.schedules.rounds import can_go_round, has_hooks, rounds_of
-from fxpipe.stage import PipelineStage
+from fxpipe.training.kv_caches import cached_layers, make_caches, why_whole_sequences
 from fxpipe.training.pipeline import Pipeline, evaluation
 
 __all__ = ["ROUNDS", "generate"]
+
+_log = logging.getLogger(__name__)
 
 ROUNDS = 32
 """Tokens of a sequence in one call. Then all ranks learn the tokens, and whether all rows ended."""
@@ -50,53 +51,90 @@ def generate(
     do_sample: bool = False,
     temperature: float = 1.0,
     top_k: int | None = None,
-    eos_token_id: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     input_name: str = "input_ids",
 ) -> list[torch.Tensor]:
-    """The prompts with the tokens that follow. Call it on every rank, with the same prompts.
+    """The prompts with the tokens that follow. Call it on every rank, with the same arguments.
 
     Args:
         input_ids: prompts of one length as a tensor of rows, or a list of prompts of any length,
             as many as the schedule has microbatches.
-        do_sample: draw from the most likely `top_k` tokens (default: all) at a `temperature`, with
-            torch's generator on the rank of the last stage; otherwise take the most likely one.
-        eos_token_id: a sequence ends here; all end when each has.
+        do_sample: draw from the most likely `top_k` tokens (default: all), of these from the fewest
+            that have the probability `top_p` together, at a `temperature`, with torch's generator
+            on the rank of the last stage; otherwise take the most likely one.
+        eos_token_id: a sequence ends here, or at one of several; all end when each has.
         input_name: what the model calls its tokens.
 
     Returns:
         one tensor per sequence, on every rank.
+
+    Raises:
+        InputError: on all ranks: a wrong argument, or ranks have different ones.
     """
     schedule = pipe.schedule if isinstance(pipe, Pipeline) else pipe
-    if max_new_tokens < 1 or temperature <= 0:
+    if not isinstance(schedule, Schedule):
         raise InputError(
-            f"max_new_tokens must be at least 1 and temperature above 0, got {max_new_tokens} "
-            f"and {temperature}"
+            f"generate() needs a Pipeline or a schedule, got {type(schedule).__name__}"
         )
-    parts = _microbatches(input_ids, schedule.n_microbatches)
+    problem: BaseException | None = None
+    parts: list[torch.Tensor] = []
+    said = ""
+    several = eos_token_id if isinstance(eos_token_id, Sequence) else [eos_token_id]
+    ends = tuple(one for one in several if one is not None)
+    choice = _Choice(do_sample, temperature, top_k, top_p, ends)
+    try:
+        choice.check()
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise InputError(
+                f"max_new_tokens must be a whole number of at least 1, got {max_new_tokens!r}"
+            )
+        parts = _microbatches(input_ids, schedule.n_microbatches)
+        digest = hashlib.sha256(repr([part.tolist() for part in parts]).encode()).hexdigest()
+        shapes = [list(part.shape) for part in parts]
+        said = f"{max_new_tokens} tokens by {choice} after prompts {shapes} {digest[:8]}"
+    except BaseException as error:
+        problem = error
+    schedule.check_alike("generate", "what generate() is asked for", said, problem)
     begins = [part.shape[1] for part in parts for _ in part]
-    rows = sum(len(part) for part in parts)
-    choice = _Choice(rows, do_sample, temperature, top_k, eos_token_id)
     with evaluation(schedule.stages):
-        _Sequences(schedule, parts, choice, input_name).extend(max_new_tokens)
+        sequences = _Sequences(schedule, parts, choice, input_name, max(begins) + max_new_tokens)
+        sequences.extend(max_new_tokens)
     found = [row for part in parts for row in part]
-    return [_ended(row, begin, eos_token_id) for row, begin in zip(found, begins, strict=True)]
+    return [_ended(row, begin, ends) for row, begin in zip(found, begins, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """How tokens are chosen."""
 
-    rows: int
     do_sample: bool
     temperature: float
     top_k: int | None
-    eos: int | None
+    top_p: float | None
+    ends: tuple[int, ...]
 
-    def noise(self, logits: torch.Tensor) -> torch.Tensor | None:
+    def check(self) -> None:
+        how = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        given = {name: value for name, value in how.items() if value not in (None, 1.0)}
+        if given and not self.do_sample:
+            raise InputError(f"{given} has no effect without do_sample=True")
+        if not self.temperature > 0:
+            raise InputError(f"temperature must be above 0, got {self.temperature}")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise InputError(
+                f"top_k must be a whole number of at least 1, or None for all, got {self.top_k!r}"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if any(type(end) is not int for end in self.ends):
+            raise InputError(f"eos_token_id must be whole numbers, got {self.ends}")
+
+    def noise(self, logits: torch.Tensor, rows: int) -> torch.Tensor | None:
         """For all rows of a batch at once, as the plain model draws."""
         if not self.do_sample:
             return None
-        size = (self.rows, logits.shape[-1])
+        size = (rows, logits.shape[-1])
         return torch.empty(size, device=logits.device).exponential_()
 
     def tokens(self, logits: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
@@ -107,6 +145,11 @@ class _Choice:
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
+        if self.top_p is not None and self.top_p < 1:
+            ordered, order = scores.sort()
+            unlikely = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            unlikely[:, -1] = False
+            scores = scores.masked_fill(unlikely.scatter(1, order, unlikely), float("-inf"))
         likely = scores.softmax(-1)
         if likely.isnan().any():
             raise InputError("the model's logits are not finite: there is nothing to draw from")
@@ -117,20 +160,25 @@ class _Sequences:
     """The sequences of all microbatches, and what the stages of this process keep of them."""
 
     def __init__(
-        self, schedule: Schedule, parts: list[torch.Tensor], choice: _Choice, input_name: str
+        self,
+        schedule: Schedule,
+        parts: list[torch.Tensor],
+        choice: _Choice,
+        input_name: str,
+        longest: int,
     ) -> None:
         self.input_name = input_name
         self._schedule, self._parts, self._choice = schedule, parts, choice
         self._rows = [part.shape[0] for part in parts]
-        self._layers = {stage.stage_index: _cached_layers(stage) for stage in schedule.stages}
-        self._names = [input_name, *["position_ids"] * _takes_positions(schedule.stages)]
+        self._layers = cached_layers(schedule.stages)
+        front = schedule.stages[0].front
+        has_positions = isinstance(front, TracedFront) and "position_ids" in front.info.input_names
+        self._names = [input_name, *["position_ids"] * has_positions]
         self._is_begun = False
         self._microbatch: int | None = None  # while its forward runs: shapes are found without it
         self._caches: list[Any] = []
-        if len(self._names) > 1 and self._agree_on_caches():
-            from transformers import DynamicCache
-
-            self._caches = [DynamicCache() for _ in parts]
+        if has_positions and self._agree_on_caches(longest):
+            self._caches = make_caches(self._layers, len(parts))
         self._came: list[list[torch.Tensor]] = [[] for _ in parts]  # in this call, to this rank
         self._tokens: list[list[torch.Tensor]] = [[] for _ in parts]  # chosen here, in all calls
         self._has_ended = [torch.zeros(n, dtype=torch.bool) for n in self._rows]
@@ -138,7 +186,7 @@ class _Sequences:
 
     def extend(self, count: int) -> None:
         """Put up to `count` tokens after each row, in place of the parts."""
-        schedule, eos = self._schedule, self._choice.eos
+        schedule, ends = self._schedule, self._choice.ends
         begins = [part.shape[1] for part in self._parts]
         is_hooked = has_hooks(schedule)
         handles = self._hook_modules()
@@ -151,7 +199,7 @@ class _Sequences:
             made = 1
             while made < count:
                 pairs = zip(self._parts, begins, strict=True)
-                if eos is not None and all((p[:, at:] == eos).any(1).all() for p, at in pairs):
+                if ends and all(_is_end(p[:, at:], ends).any(1).all() for p, at in pairs):
                     return
                 number = min(ROUNDS, count - made) if goes_round else 1
                 if goes_round and number not in rounds:
@@ -226,18 +274,21 @@ class _Sequences:
         found = found[0] if isinstance(found, tuple | list) else found
         logits = found[:, -1].detach()
         number = len(self._tokens[m])
-        noise, uses = self._noise.get(number) or (self._choice.noise(logits), len(self._rows))
+        noise, uses = self._noise.get(number) or (
+            self._choice.noise(logits, sum(self._rows)),
+            len(self._rows),
+        )
         self._noise[number] = (noise, uses - 1)
         if uses == 1:
             del self._noise[number]
         if noise is not None:
             noise = torch.split(noise, self._rows)[m]
         tokens = self._choice.tokens(logits, noise)
-        eos = self._choice.eos
-        if eos is not None:
+        ends = self._choice.ends
+        if ends:
             ended = self._has_ended[m].to(tokens.device)
-            tokens = tokens.masked_fill(ended, eos)
-            self._has_ended[m] = ended | (tokens == eos)
+            tokens = tokens.masked_fill(ended, ends[0])
+            self._has_ended[m] = ended | _is_end(tokens, ends)
         self._tokens[m].append(tokens)
 
     # Caches
@@ -249,92 +300,65 @@ class _Sequences:
             if stage.is_last
         ]
         if self._caches:
-            for layers in self._layers.values():
-                for layer in layers.values():
-                    hook = layer.register_forward_pre_hook(self._give_cache, with_kwargs=True)
-                    handles.append(hook)
+            for layer in self._layers.values():
+                hook = layer.register_forward_pre_hook(self._give_cache, with_kwargs=True)
+                handles.append(hook)
         return handles
 
     def _give_cache(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._microbatch is None:
             return args, kwargs
-        if kwargs.get("past_key_values") is not None:
-            raise InputError(
-                "the model makes a key-value cache of its own, which would travel from stage to "
-                "stage: set model.config.use_cache = False before it is traced"
-            )
+        assert kwargs.get("past_key_values") is None, "a model's own cache was traced with its size"
         return args, {**kwargs, "past_key_values": self._caches[self._microbatch]}
 
     def _check_caches(self) -> None:
         """Compare what the caches hold with the tokens that have gone in: all but the newest."""
         for part, cache in zip(self._parts, self._caches, strict=False):
-            for layers in self._layers.values():
-                for path, layer in layers.items():
-                    held, wanted = cache.get_seq_length(layer.layer_idx), part.shape[1] - 1
-                    assert held == wanted, f"{path} has cached {held} of {wanted} tokens"
+            for path, layer in self._layers.items():
+                held, wanted = cache.get_seq_length(layer.layer_idx), part.shape[1] - 1
+                assert held == wanted, f"{path} has cached {held} of {wanted} tokens"
 
-    def _agree_on_caches(self) -> bool:
-        """Whether any rank has layers with caches.
-
-        Raises:
-            InputError: on all ranks: some layers have one, and others were cut into.
-        """
-        front = self._schedule.stages[0].front
+    def _agree_on_caches(self, longest: int) -> bool:
+        """Whether any rank has layers with caches, and all ranks can use them."""
+        share, front = self._schedule.share, self._schedule.stages[0].front
         assert isinstance(front, TracedFront)
-        kinds = {_kind(path) for layers in self._layers.values() for path in layers}
-        cut = [path for path in sorted(front.info.opened) if _kind(path) in kinds]
-        problem = self._schedule.share("generate", cut[0] if cut else None, default=None)
-        if problem is not None:
-            raise InputError(
-                f"a cut falls into {problem!r}, which then has no cache of keys and values: cut "
-                "between layers, or trace without position_ids to generate without caches"
-            )
-        return bool(self._schedule.share("generate", True if kinds else None, default=False))
-
-
-def _cached_layers(stage: PipelineStage) -> dict[str, Any]:
-    """The attention modules of a stage that write keys and values to a cache, by path."""
-    return {
-        path: module
-        for path, module in stage.submod.named_modules()
-        if hasattr(module, "layer_idx")
-        and "past_key_values" in inspect.signature(module.forward).parameters
-        and not any(hasattr(child, "layer_idx") for child in list(module.modules())[1:])
-    }
-
-
-def _kind(path: str) -> str:
-    """The path without the number of the layer: all layers of a kind have the same."""
-    return re.sub(r"\d+", "#", plain_name(path))
-
-
-def _takes_positions(stages: Sequence[PipelineStage]) -> bool:
-    """Whether the model was traced with positions as an input: the same on all ranks."""
-    front = stages[0].front
-    return isinstance(front, TracedFront) and "position_ids" in front.info.input_names
+        one = torch.empty(self._rows[0], 1, dtype=torch.int64, device="meta")
+        inputs = dict.fromkeys(self._names, one)
+        reason = why_whole_sequences(self._layers, front, inputs, longest) if self._layers else None
+        reason = share("generate", reason, default=None)
+        if reason is not None:
+            _log.warning("each new token takes the whole sequence through the stages: %s", reason)
+            return False
+        return bool(share("generate", True if self._layers else None, default=False))
 
 
 def _microbatches(
     input_ids: torch.Tensor | Sequence[torch.Tensor], count: int
 ) -> list[torch.Tensor]:
     if isinstance(input_ids, torch.Tensor):
-        if input_ids.dim() != 2 or len(input_ids) < count:
+        if input_ids.dim() != 2 or len(input_ids) < count or not input_ids.shape[1]:
             raise InputError(
-                f"prompts must be rows of tokens, at least one for each of the {count} "
+                f"prompts must be rows of at least one token, one or more for each of the {count} "
                 f"microbatches, got {list(input_ids.shape)}"
             )
         return list(torch.tensor_split(input_ids, count))
-    if len(input_ids) != count:
+    prompts = [torch.as_tensor(prompt) for prompt in input_ids]
+    if len(prompts) != count:
         raise InputError(
             f"prompts of different lengths must be as many as the {count} microbatches, "
-            f"got {len(input_ids)}"
+            f"got {len(prompts)}"
         )
-    return [prompt.reshape(1, -1) for prompt in input_ids]
+    wrong = [list(prompt.shape) for prompt in prompts if prompt.dim() != 1 or not len(prompt)]
+    if wrong:
+        raise InputError(f"each prompt of a list must be one row of tokens, got {wrong[0]}")
+    return [prompt[None] for prompt in prompts]
 
 
-def _ended(row: torch.Tensor, begin: int, eos: int | None) -> torch.Tensor:
+def _is_end(tokens: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    return torch.isin(tokens, torch.tensor(ends, dtype=torch.int64, device=tokens.device))
+
+
+def _ended(row: torch.Tensor, begin: int, ends: Sequence[int]) -> torch.Tensor:
     """A sequence without what follows its first end token."""
-    if eos is None:
-        return row
-    ends = (row[begin:] == eos).nonzero()
-    return row[: begin + int(ends[0]) + 1] if len(ends) else row
+    found = _is_end(row[begin:], ends).nonzero()
+    return row[: begin + int(found[0]) + 1] if len(found) else row

@@ -38,8 +38,9 @@ def piped(model: Any, group: Any = None, **options: Any) -> Pipeline:
 
 
 def wanted(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6}
-    found: torch.Tensor = model.generate(ids, use_cache=True, top_p=1.0, **{**plain, **options})
+    plain: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    plain |= {"max_new_tokens": 6, "use_cache": True, "top_p": 1.0, **options}
+    found: torch.Tensor = model.generate(ids, **plain)
     return found
 
 
@@ -53,8 +54,14 @@ def test_greedy_and_sampled_tokens_are_those_of_transformers() -> None:
     torch.manual_seed(3)
     drawn = generate(pipe, IDS, max_new_tokens=6, do_sample=True, temperature=2.0, top_k=20)
     torch.manual_seed(3)
-    options = {"do_sample": True, "temperature": 2.0, "top_k": 20}
+    options: dict[str, Any] = {"do_sample": True, "temperature": 2.0, "top_k": 20}
     assert torch.equal(torch.stack(drawn), wanted(model, IDS, **options))
+    options |= {"top_p": 0.5}
+    torch.manual_seed(3)
+    fewer = torch.stack(generate(pipe, IDS, max_new_tokens=6, **options))
+    torch.manual_seed(3)
+    assert torch.equal(fewer, wanted(model, IDS, **options))
+    assert not torch.equal(fewer, torch.stack(drawn))
     assert not torch.equal(torch.stack(drawn), torch.stack(found))
 
     # Training goes on as before: nothing of the caches is left.
@@ -74,10 +81,36 @@ def test_prompts_of_different_lengths_and_ends() -> None:
     end = int(found[0][9])
     short = generate(pipe, prompts, max_new_tokens=6, eos_token_id=end)
     assert short[0].tolist() == found[0][: found[0][7:].tolist().index(end) + 8].tolist()
+    several = generate(pipe, prompts, max_new_tokens=6, eos_token_id=[int(found[0][8]), end])
+    assert len(several[0]) <= 9
     with pytest.raises(InputError, match="as many as the 2 microbatches, got 3"):
         generate(pipe, [IDS[0]] * 3, max_new_tokens=1)
-    with pytest.raises(InputError, match="max_new_tokens must be at least 1"):
-        generate(pipe, IDS, max_new_tokens=0)
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "max_new_tokens must be a whole number of at least 1, got 0": {"max_new_tokens": 0},
+    "max_new_tokens must be a whole number of at least 1, got None": {"max_new_tokens": None},
+    # They were once put together to one row.
+    r"each prompt of a list must be one row of tokens, got \[2, 7\]": {"input_ids": [IDS[:2]] * 2},
+    r"prompts must be rows of at least one token, .* got \[4, 0\]": {"input_ids": IDS[:, :0]},
+    r"got \[0\]": {"input_ids": [[3, 4], []]},
+    "'top_k': 3} has no effect without do_sample=True": {"top_k": 3},
+    "top_k must be a whole number of at least 1, .* got 0": {"do_sample": True, "top_k": 0},
+    "top_p must be above 0 and at most 1, got 1.5": {"do_sample": True, "top_p": 1.5},
+    "temperature must be above 0, got 0": {"do_sample": True, "temperature": 0},
+    "eos_token_id must be whole numbers, got": {"eos_token_id": "a"},
+}
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = llama()
+    pipe = piped(model, LocalGroup(2))
+
+    for message, given in WRONG.items():
+        with pytest.raises(InputError, match=message):
+            generate(pipe, **{"input_ids": IDS, "max_new_tokens": 2, **given})
+    with pytest.raises(InputError, match="needs a Pipeline or a schedule, got LlamaForCausalLM"):
+        generate(model, IDS, max_new_tokens=2)
 
 
 def test_any_model_generates_without_caches() -> None:
@@ -92,12 +125,14 @@ def test_any_model_generates_without_caches() -> None:
     assert torch.equal(found, plain)
 
 
-def test_a_cut_inside_attention_is_refused() -> None:
+def test_a_cut_inside_attention_takes_whole_sequences(caplog: pytest.LogCaptureFixture) -> None:
     model = llama()
     cuts = {"split_spec": {"model.layers.2.self_attn.o_proj": SplitPoint.BEGINNING}, "check": False}
 
-    with pytest.raises(InputError, match=r"cut falls into .model.layers.2.self_attn"):
-        generate(piped(model, LocalGroup(2), split=cuts), IDS, max_new_tokens=2)
+    found = generate(piped(model, LocalGroup(2), split=cuts), IDS, max_new_tokens=6)
+
+    assert torch.equal(torch.stack(found), wanted(model, IDS))
+    assert "a cut falls into model.layers.2.self_attn" in caplog.text
 
 
 def on_ranks(rank: int) -> tuple[list[list[int]], list[int]]:
@@ -122,6 +157,11 @@ def on_ranks(rank: int) -> tuple[list[list[int]], list[int]]:
             torch.manual_seed(3)
             assert torch.equal(found, wanted(model, IDS, max_new_tokens=count, **how))
     GroupControl.exchange = exchange  # type: ignore[method-assign]
+    # Each rank once put the tokens of rank 0's prompts behind its own.
+    with pytest.raises(InputError, match=r"what generate.. is asked for must be the same on all"):
+        generate(pipe, (IDS + rank) % 64, max_new_tokens=2)
+    with pytest.raises(InputError, match=r"whole number of at least 1, got 0"):
+        generate(pipe, IDS, max_new_tokens=2 * (rank > 0))  # the others waited for the deadline
     return found.tolist(), met
 
 
@@ -162,11 +202,15 @@ def test_a_model_that_is_cast_after_its_trace() -> None:
         assert torch.equal(torch.stack(found), wanted(model, IDS))
 
 
-def test_a_model_that_makes_caches_of_its_own_is_refused() -> None:
-    pipe = piped(llama(use_cache=True), LocalGroup(2))
+def test_a_model_that_makes_caches_of_its_own_takes_whole_sequences(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = llama(use_cache=True)
 
-    with pytest.raises(InputError, match="use_cache = False before it is traced"):
-        generate(pipe, IDS, max_new_tokens=6)
+    found = generate(piped(model, LocalGroup(2)), IDS, max_new_tokens=6)
+
+    assert torch.equal(torch.stack(found), wanted(model, IDS))
+    assert "the model was traced for more than one token" in caplog.text
 
 
 def test_a_schedule_with_hooks_sees_every_forward() -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Optimizers",
     "Part",
     "Source",
+    "check_memory",
     "check_plain",
     "digests",
     "listed",
@@ -106,6 +107,21 @@ def parts_of(source: Source) -> list[Part]:
         Part(s.submod, s.device, s.stage_index, s.num_stages, isinstance(s.front, TracedFront))
         for s in stages_of(source)
     ]
+
+
+def check_memory(parts: Sequence[Part]) -> None:
+    """Refuse a model that is still on the meta device.
+
+    Raises:
+        InputError: names a tensor without memory.
+    """
+    for part in parts:
+        for name, tensor in part.tensors().items():
+            if tensor.is_meta:
+                raise InputError(
+                    f"{name!r} is on the meta device and has no values: call load_weights() or "
+                    "materialize() first, and make the optimizer after it"
+                )
 
 
 def optimizer_state(

@@ -21,16 +21,16 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.control.control import agree
+from fxpipe.runtime.control.control import agree, agree_on
 from fxpipe.runtime.parameters.tied import plain_name
 from fxpipe.runtime.stage.stage_kind import TracedFront
 from fxpipe.torch_inside import buffers_of, parameters_of
-from fxpipe.training.state import Part, Source, parts_of, stages_of
+from fxpipe.training.state import Part, Source, check_memory, parts_of, stages_of
 from fxpipe.training.together import together
 
 __all__ = ["load_weights", "materialize", "save_weights"]
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_weights(
@@ -41,14 +41,12 @@ def load_weights(
     Needs no other rank. `init` is for models on the meta device; see `materialize`.
 
     Raises:
-        InputError: names that no file holds; nothing has been changed then.
+        InputError: names that no file holds or that several do, a broken file; nothing has been
+            changed then.
     """
     from safetensors import safe_open
 
-    where: dict[str, Path] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as content:
-            where |= dict.fromkeys(content.keys(), file)
+    where = _files_by_name(Path(folder))
     aliases = _aliases(source)
     wanted: dict[Path, list[tuple[int, str, str]]] = {}
     missing = []
@@ -76,37 +74,37 @@ def load_weights(
 def save_weights(folder: str | Path, source: Source) -> None:
     """Write the weights as `from_pretrained` reads them: one file per stage, and an index.
 
-    Call it on every rank. Of replicas, the first writes.
+    Call it on every rank. Of replicas, the first writes. Weights that the folder held before are
+    removed, as `save_pretrained` does.
     """
-    from safetensors import safe_open
     from safetensors.torch import save_file
 
     target, parts = Path(folder), parts_of(source)
     problem: BaseException | None = None
     with together("save_weights", source, default_alone=True) as control:
         control.exchange([])
-        held = control.gather([part.stage for part in parts])
-        for part in parts:
+        try:
+            check_memory(parts)
+        except InputError as error:
+            problem = error
+        mine = [_file_name(part) for part in parts]
+        held = agree_on(control, "the folder of save_weights()", str(target), problem, mine)
+        written: dict[str, list[str]] = {}
+        for part, file in zip(parts, mine, strict=True):
             tensors = {name: _whole(tensor) for name, tensor in part.tensors().items()}
-            first = next(rank for rank, stages in enumerate(held) if part.stage in stages)
-            if first != control.rank:
+            if control.rank != next(rank for rank, files in enumerate(held) if file in files):
                 continue
             try:
                 target.mkdir(parents=True, exist_ok=True)
-                file = target / _file_name(part.stage or 0, part.num_stages)
-                save_file(_unshared(tensors), f"{file}.part", metadata={"format": "pt"})
-                Path(f"{file}.part").rename(file)
+                save_file(_unshared(tensors), target / f"{file}.part", metadata={"format": "pt"})
+                (target / f"{file}.part").rename(target / file)
+                written[file] = list(tensors)
             except Exception as error:
                 problem = error
         agree(control, problem)
+        everybody = control.gather(written)
         if control.rank == 0:
-            names: dict[str, str] = {}
-            for index in range(parts[0].num_stages):
-                file = target / _file_name(index, parts[0].num_stages)
-                with safe_open(file, framework="pt") as content:
-                    names |= dict.fromkeys(content.keys(), file.name)
-            index_text = json.dumps({"metadata": {}, "weight_map": names}, indent=2)
-            (target / INDEX).write_text(index_text, encoding="utf-8")
+            _write_index(target, {file: names for one in everybody for file, names in one.items()})
         control.gather(None)  # nobody goes on before the index is there
 
 
@@ -137,6 +135,51 @@ def materialize(source: Source, *, init: Callable[[nn.Module], Any] | None = Non
         for module in lost:
             assert init is not None
             init(module)
+
+
+def _write_index(target: Path, written: dict[str, list[str]]) -> None:
+    """Say which file holds what, and remove files that would be read instead."""
+    where = {name: file for file, names in written.items() for name in names}
+    text = json.dumps({"metadata": {}, "weight_map": where}, indent=2)
+    (target / f"{INDEX}.part").write_text(text, encoding="utf-8")
+    (target / f"{INDEX}.part").rename(target / INDEX)
+    for file in (target / WHOLE, *target.glob("model-*-of-*.safetensors")):
+        if file.name not in written:
+            file.unlink(missing_ok=True)
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, found as `from_pretrained` does.
+
+    Files that the index does not name are not the model: other formats, adapters, older exports.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if (folder / INDEX).is_file() and not (folder / WHOLE).is_file():
+        try:
+            listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise InputError(f"{folder / INDEX} is no index of weights: {error!r}") from None
+        lost = sorted({file for file in listed.values() if not (folder / file).is_file()})
+        if lost:
+            raise InputError(f"{folder / INDEX} names {', '.join(lost[:3])}, which is not there")
+        return {name: folder / file for name, file in listed.items()}
+    files = [folder / WHOLE] if (folder / WHOLE).is_file() else folder.glob("*.safetensors")
+    where: dict[str, Path] = {}
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt") as content:
+                names = list(content.keys())
+        except SafetensorError as error:
+            raise InputError(f"{file} cannot be read: {error}") from None
+        twice = [name for name in names if name in where]
+        if twice:
+            raise InputError(
+                f"{twice[0]!r} is in {where[twice[0]].name} and in {file.name}, and {folder} has "
+                f"no {INDEX} that says which is the model's: move the other file away"
+            )
+        where |= dict.fromkeys(names, file)
+    return where
 
 
 def _give_memory(part: Part, made: dict[int, torch.Tensor]) -> None:
@@ -213,5 +256,5 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _file_name(stage: int, num_stages: int) -> str:
-    return f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+def _file_name(part: Part) -> str:
+    return f"model-{(part.stage or 0) + 1:05d}-of-{part.num_stages:05d}.safetensors"

@@ -85,6 +85,45 @@ def test_names_that_no_file_holds_change_nothing(tmp_path: Path) -> None:
         load_weights(tmp_path, model)
 
 
+def test_what_was_written_last_is_read(tmp_path: Path) -> None:
+    # Files of an earlier export with another number of stages, of save_pretrained, and others in
+    # the folder were read instead of the model's.
+    from safetensors.torch import save_file
+
+    old, new, found = (llama(seed=seed) for seed in (0, 1, 2))
+    old.save_pretrained(tmp_path)
+    save_weights(tmp_path, stages_of(old, IDS))
+    save_file(old.state_dict(), tmp_path / "zz.safetensors")
+    save_weights(tmp_path, new)
+
+    load_weights(tmp_path, found)
+
+    again = type(new).from_pretrained(tmp_path)
+    for name, value in new.state_dict().items():
+        assert torch.equal(value, found.state_dict()[name])
+        assert torch.equal(value, again.state_dict()[name])
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(InputError, match=r"model-00001-of-00001.safetensors and in zz.safetensors"):
+        load_weights(tmp_path, found)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InputError, match=r"lack 2 names: \['bias', 'weight'\]"):
+        load_weights(tmp_path / "nothing", model)
+    save_weights(tmp_path, model)
+
+    (tmp_path / "model-00001-of-00001.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(InputError, match=r"model.safetensors cannot be read: .*header"):
+        load_weights(tmp_path, model)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"names model-00001-of-00001.safetensors, which is not"):
+        load_weights(tmp_path, model)
+    with pytest.raises(InputError, match="'weight' is on the meta device and has no values"):
+        save_weights(tmp_path, torch.nn.Linear(2, 2, device="meta"))
+
+
 def test_memory_is_given_to_meta_tensors_only_and_ties_stay() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -67,6 +67,8 @@ class Pipeline:
         self.schedule = schedule
         self.callbacks = list(callbacks)
         self.num_steps = step
+        self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Made around each call of the schedule, such as an autocast."""
 
     @classmethod
     def build(
@@ -144,7 +146,8 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """Train on one batch: gradients are added to `.grad`. The loss, on every rank."""
         begin = time.perf_counter()
-        self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
+        with self.context():
+            self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
         return self._told(self.schedule.shared_loss(), begin)
 
     def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> torch.Tensor:
@@ -169,7 +172,7 @@ class Pipeline:
         try:
             for number, (inputs, target) in enumerate(every):
                 args, kwargs = arguments(inputs)
-                with self._no_sync(number < len(every) - 1):
+                with self._no_sync(number < len(every) - 1), self.context():
                     self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
                 losses.append(self.schedule.shared_loss())
         except BaseException:
@@ -190,13 +193,14 @@ class Pipeline:
 
     def evaluate(self, *args: Any, target: Any, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch on every rank, in evaluation mode; modes are put back."""
-        with evaluation(self.stages):
+        with evaluation(self.stages), self.context():
             self.schedule.eval(*args, target=target, return_outputs=False, **kwargs)
         return self.schedule.shared_loss()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output without gradients, on the rank of the last stage; None elsewhere."""
-        return self.schedule.eval(*args, **kwargs)
+        with self.context():
+            return self.schedule.eval(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """See `Schedule.clip_grad_norm_`."""

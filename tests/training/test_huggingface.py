@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from fxpipe.errors import InputError
 
@@ -41,7 +43,7 @@ def test_losses_norms_evaluation_and_export_are_the_plain_models() -> None:
     assert accelerated == pytest.approx(also_plain, abs=1e-4)
 
 
-def test_checkpoints_of_one_rank_are_refused(tmp_path: Path) -> None:
+def trainer(tmp_path: Path, more: Any, **options: Any) -> Any:
     from transformers import TrainingArguments
 
     from fxpipe import LocalGroup, Pipeline, causal_lm_loss
@@ -52,9 +54,37 @@ def test_checkpoints_of_one_rank_are_refused(tmp_path: Path) -> None:
     ids = rows()[0]["input_ids"][None]
     pipe = Pipeline.build(
         net, (), {"input_ids": ids.expand(2, -1)}, loss_fn=causal_lm_loss, n_microbatches=1,
-        group=LocalGroup(1),
+        group=LocalGroup(1), split={"num_stages": 1, "check": False},
     )  # fmt: skip
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="steps")
+    given = {"use_cpu": True, "report_to": [], "save_strategy": "no", "max_steps": 1, **options}
+    arguments = TrainingArguments(str(tmp_path), disable_tqdm=True, **given)
+    return PipelineTrainer(pipe, model=net, args=arguments, train_dataset=rows(), **more)
 
-    with pytest.raises(InputError, match="save_strategy is 'steps': the Trainer would save one"):
-        PipelineTrainer(pipe, model=net, args=arguments, train_dataset=rows())
+
+# Each of the last four was ignored in silence, or worse.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "save_strategy is 'steps': the Trainer would save one": ({}, {"save_strategy": "steps"}),
+    "label_smoothing_factor would have no effect": ({}, {"label_smoothing_factor": 0.1}),
+    "compute_metrics would have no effect": ({"compute_metrics": len}, {}),
+    "compute_loss_func would have no effect": ({"compute_loss_func": len}, {}),
+    "mixed_precision is 'fp16': its scaler would": ({}, {"fp16": True}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_pipeline_does_not_do_is_refused(message: str, tmp_path: Path) -> None:
+    more, options = REFUSED[message]
+
+    with pytest.raises(InputError, match=message):
+        trainer(tmp_path, more, **options)
+
+
+def test_steps_and_evaluations_run_under_the_autocast_that_was_asked_for(tmp_path: Path) -> None:
+    made = trainer(tmp_path, {}, bf16=True)
+    seen = []
+    made.model.lm_head.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+
+    made.train()
+    made.evaluate(made.train_dataset)
+
+    assert set(seen) == {torch.bfloat16}

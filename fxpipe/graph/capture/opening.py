@@ -6,7 +6,7 @@ one call. Opening comes before the trace, and a policy cuts what was traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -22,11 +22,11 @@ def ancestors(names: Iterable[str]) -> set[str]:
     return found
 
 
-def choose_opened(module: nn.Module, num_stages: int) -> set[str]:
+def choose_opened(module: nn.Module, num_stages: int, whole: Collection[str] = ()) -> set[str]:
     """Return the modules to open so that `num_stages` equal stages become possible.
 
     The heaviest module is opened as long as it holds more than half a stage's
-    share of the parameters and has parts to spread.
+    share of the parameters and has parts to spread. Those named in `whole` stay closed.
     """
     opened = {""}
     parts = {name: _weight(child) for name, child in module.named_children()}
@@ -39,7 +39,7 @@ def choose_opened(module: nn.Module, num_stages: int) -> set[str]:
         if weight * 2 * num_stages <= total:
             break
         del parts[name]
-        if children and weight:
+        if children and weight and name not in whole:
             opened.add(name)
             parts.update({f"{name}.{key}": _weight(child) for key, child in children.items()})
         elif not any(_weight(module.get_submodule(other)) for other in parts):

@@ -11,7 +11,6 @@ priced once. Of a `Pipe` each stage is one part, and checkpointed as a whole.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.capture.opening import ancestors, choose_opened
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
@@ -136,7 +135,9 @@ def subject_of(
 
 def opened_for(model: nn.Module, num_stages: int) -> set[str]:
     """The modules to open for at most `num_stages` stages, without opening repeated blocks."""
-    return choose_opened(model, min(num_stages, max(_num_blocks(model), 2)))
+    blocks = _blocks(model)
+    whole = blocks if num_stages <= len(blocks) else ()
+    return choose_opened(model, min(num_stages, max(len(blocks), 2)), whole)
 
 
 class _Series(nn.Module):
@@ -170,15 +171,16 @@ def _stages_of(traced: TracedGraph) -> dict[str, int]:
     return found
 
 
-def _num_blocks(model: nn.Module) -> int:
-    """How often the most frequent kind of module with parts occurs."""
-    kinds = Counter(
-        type(part)
-        for part in model.modules()
-        if any(True for _ in part.children()) and any(True for _ in part.parameters())
-        if not isinstance(part, (nn.ModuleList, nn.ModuleDict))
-    )
-    return max(kinds.values(), default=1)
+def _blocks(model: nn.Module) -> list[str]:
+    """The modules of the most frequent kind that has parts."""
+    kinds: dict[type, list[str]] = {}
+    for name, part in model.named_modules():
+        has_parts = any(True for _ in part.children()) and any(True for _ in part.parameters())
+        if has_parts and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            kinds.setdefault(type(part), []).append(name)
+    found = max(kinds.values(), key=len, default=[])
+    around = ancestors(found)  # one that holds others of its kind is no block
+    return [name for name in found if name not in around]
 
 
 def _rows_of(call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> int | None:

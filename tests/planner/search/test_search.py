@@ -14,6 +14,7 @@ from fxpipe.planner.known_models import gpt, known_model
 from fxpipe.planner.plan import plan, what_if
 from fxpipe.planner.plan_text import cost_lines, what_if_rows
 from fxpipe.planner.search.search import Search
+from fxpipe.planner.search.subject import opened_for
 
 BARE = replace(HARDWARE["H100"], context=0.0, channels=0.0)
 KINDS = [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBV", 2), ("VHalf", 2), ("ZBH1", 1), ("Wave", 2)]
@@ -146,3 +147,18 @@ def test_the_text_compares_the_slowest_rank_with_a_bound_of_ranks(tiny):
         busiest = max(option.loads_with_transfers(tiny.hardware))
         mean = sum(option.rank_loads) / len(option.rank_loads)
         assert not option.bound or mean * 0.99 <= option.bound <= busiest * 1.01
+
+
+def test_repeated_blocks_of_unequal_weight_stay_whole():
+    # The larger ones were opened: they were not checkpointed, and their experts priced twice.
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8))
+            for width in (8, 8, 32, 32, 32, 32)
+        )
+    )
+    wrapped = nn.ModuleDict({"layers": model, "head": nn.Linear(8, 8)})
+
+    for count in (2, 4, 6):
+        assert opened_for(wrapped, count) <= {"", "layers"}
+    assert opened_for(wrapped, 7) > {"", "layers"}

@@ -33,8 +33,12 @@ class Group:
         return max(min(self.size, hardware.ranks_per_node // self.stride), 1)
 
 
-def collective_time(kind: Collective, num_bytes: float, group: Group, hardware: Hardware) -> float:
+def collective_time(
+    kind: Collective, num_bytes: float, group: Group, hardware: Hardware, copies: float = 1.0
+) -> float:
     """Seconds of one collective of `num_bytes`: the whole tensor, or a rank's own for all_to_all.
+
+    Of what all_to_all moves, so many `copies` are of the same rows and go to ranks by chance.
 
     >>> from fxpipe.planner.cost.presets import HARDWARE
     >>> collective_time("all_reduce", 0, Group(1), HARDWARE["H100"])
@@ -50,9 +54,11 @@ def collective_time(kind: Collective, num_bytes: float, group: Group, hardware: 
     latency += hardware.inter.latency * 2 * math.log2(nodes)
     moved = num_bytes * (group.size - 1) / group.size
     if kind == "all_to_all":
-        # Each rank talks to each: what stays in the node and what leaves it go side by side.
-        inside = num_bytes * (near - 1) / group.size / inner
-        outside = num_bytes * (group.size - near) / group.size / outer
+        # Rows go to a node once, however many of its ranks they are for, and are copied there;
+        # both go side by side.
+        inside = num_bytes * (near - 1) / near / inner
+        reached: float = nodes * (1 - (1 - 1 / nodes) ** copies)
+        outside = num_bytes * reached / copies * (nodes - 1) / nodes / outer
         return latency + max(inside, outside)
     if kind == "all_reduce":
         moved, latency = 2 * moved, 2 * latency

@@ -82,7 +82,8 @@ def op_time(op: Op, hardware: Hardware, layout: Layout) -> float:
     """Seconds of an operation or a collective."""
     if op.group:
         kind: Collective = op.name  # type: ignore[assignment]
-        return collective_time(kind, op.num_bytes, layout.group(op.group), hardware)
+        copies = op.num_bytes / op.made_bytes if op.made_bytes else 1.0
+        return collective_time(kind, op.num_bytes, layout.group(op.group), hardware, copies)
     return hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
 
 
@@ -98,7 +99,7 @@ def share_of(
         seen = _context_parallel(seen, layout.context)
         stream, source = stream / layout.context, source / layout.context
     if layout.expert > 1:
-        seen = _expert_parallel(seen, layout.expert)
+        seen = _expert_parallel(seen, layout.expert, stream)
     if layout.tensor > 1:
         sizes = (stream, source)
         seen = _tensor_parallel(seen, layout.tensor, layout.sequence, *sizes, regathers)
@@ -145,7 +146,7 @@ def _context_parallel(seen: Observation, ranks: int) -> Observation:
     )
 
 
-def _expert_parallel(seen: Observation, ranks: int) -> Observation:
+def _expert_parallel(seen: Observation, ranks: int, stream: float) -> Observation:
     routed = max((op.routed_bytes for op in seen.forward), default=0.0)
     if not routed:
         return seen
@@ -157,7 +158,9 @@ def _expert_parallel(seen: Observation, ranks: int) -> Observation:
         less = op.fixed_bytes * (1 - 1 / ranks)
         return replace(op, num_bytes=op.num_bytes - less, state_bytes=op.state_bytes / ranks)
 
-    travel = [_collective("all_to_all", "expert", routed)] * 2
+    # Each token goes to several experts; a node has `stream` bytes of different ones.
+    sent = replace(_collective("all_to_all", "expert", routed), made_bytes=min(stream, routed))
+    travel = [sent] * 2
     back = travel if seen.backward_input or seen.backward_weight else []
     return replace(
         seen,
@@ -172,7 +175,8 @@ def _tensor_parallel(
 ) -> Observation:
     def part(op: Op) -> Op:
         if op.group:  # heads are divided, and tokens on their way to experts
-            return replace(op, num_bytes=op.num_bytes / ranks)
+            less = op.made_bytes / ranks
+            return replace(op, num_bytes=op.num_bytes / ranks, made_bytes=less)
         if op.op_class == "memory" and not sequence and stream and op.made_bytes == stream:
             return op
         moved = op.num_bytes / ranks

@@ -94,6 +94,20 @@ def test_experts_are_divided_and_tokens_travel_there_and_back():
     assert [op.name for op in part.forward if op.group] == ["all_to_all"] * 2
 
 
+def test_a_token_goes_to_a_node_once_however_many_of_its_experts_it_is_for():
+    nodes, routed = Group(64, 1), 8e9
+    once = collective_time("all_to_all", routed / 8, nodes, H100)
+    eight = collective_time("all_to_all", routed, nodes, H100, copies=8)
+    apart = collective_time("all_to_all", routed, nodes, H100)
+
+    # Eight copies reach 5.25 of eight nodes on average.
+    assert 5.2 < eight / once < 5.3
+    assert 7.9 < apart / once < 8.1
+    assert collective_time("all_to_all", routed, Group(8), H100, copies=8) == collective_time(
+        "all_to_all", routed, Group(8), H100
+    )
+
+
 def test_one_rank_is_as_it_was():
     assert share_of(BLOCK, Layout(data=8), 40.0, 40.0) is BLOCK
 

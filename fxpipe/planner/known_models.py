@@ -273,8 +273,9 @@ class Experts(nn.Module):
         rows = order // self.chosen
         taken = tokens[rows].view(self.count, each, -1)
         gate, made = torch.bmm(taken, self.experts["up"]).chunk(2, -1)
-        made = torch.bmm(functional.silu(gate) * made, self.experts["down"]).flatten(0, 1)
-        made = made * weights.flatten()[order].unsqueeze(-1)
+        # Weighted before the second product: what that makes need not be kept.
+        made = functional.silu(gate) * made * weights.flatten()[order].view(self.count, each, 1)
+        made = torch.bmm(made, self.experts["down"]).flatten(0, 1)
         mixed = torch.zeros_like(tokens).index_add(0, rows, made).view_as(hidden)
         return mixed if self.shared is None else mixed + self.shared(hidden)
 

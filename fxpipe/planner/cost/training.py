@@ -175,8 +175,13 @@ def as_run(seen: Observation, training: Training, *, is_block: bool) -> Observat
     # The product at work has its operands in 8 bits as well.
     copies = max((op.num_bytes for op in seen.forward if op.op_class == "matmul"), default=0.0) / 2
     copies *= training.float8 and is_block
+    inside = seen.kept_inside
+    if training.kernels == "overlapped" and is_block:
+        less = seen.kept_operands / 2 if training.float8 else 0.0  # operands wait in 8 bits
+        inside = min(inside, seen.kept_by_products - less)
     return replace(
         seen,
+        kept_inside=inside,
         forward_peak=seen.forward_peak + copies,
         backward_peak=seen.backward_peak + copies,
         forward=(*map(run, seen.forward), *casts(seen.forward)),

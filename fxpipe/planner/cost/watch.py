@@ -16,8 +16,9 @@ the rest of those, such as the sum for a norm's scale, counts with the input hal
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -81,9 +82,12 @@ class Observation:
     """What one call costs; bytes that belong to parameters are never counted.
 
     `kept_inside` is alive between forward and backward, made by the call and not an
-    output. `keeps_input[i]` and `keeps_output[j]` say whether the storage of an input or
-    output is held. `alias[j]` is the input whose storage output j shares. Peaks are the most
-    that was alive at once beyond what was given (for backwards: and beyond what was kept).
+    output. Kernels that fuse everything around products keep `kept_by_products` of it: what
+    products have made, and what they, attention and norms read; `kept_operands` of that are
+    operands of products that nothing else needs. `keeps_input[i]` and `keeps_output[j]` say
+    whether the storage of an input or output is held. `alias[j]` is the input whose storage
+    output j shares. Peaks are the most that was alive at once beyond what was given (for
+    backwards: and beyond what was kept).
     `deferred` is what the weight half needs after the input half.
     """
 
@@ -98,6 +102,8 @@ class Observation:
     backward_peak: float = 0
     deferred: float = 0
     is_rough: bool = False
+    kept_by_products: float = math.inf
+    kept_operands: float = 0
 
     def ops(self, phase: Phase) -> tuple[Op, ...]:
         found: tuple[Op, ...] = getattr(self, phase)
@@ -139,7 +145,7 @@ def observe(
         roots = [torch.autograd.graph.get_gradient_edge(t) for t in outputs if t.requires_grad]
         forward = watch.take()
         del args, kwargs, given, output
-        kept = watch.alive_bytes(without={held.key for held in made})
+        inside = watch.alive(without={held.key for held in made})
         seeds = [torch.empty_like(tensor) for tensor in outputs if tensor.requires_grad]
         watch.leave_out(seeds)
         del outputs
@@ -156,13 +162,33 @@ def observe(
         forward.ops,
         halves.input_ops,
         halves.weight_ops,
-        kept,
+        sum(inside.values()),
         keeps_input,
         keeps_output,
         _aliases(made, inputs),
         forward.peak,
         halves.peak,
         halves.deferred,
+        False,
+        *_kept_by_products(forward, inside, watch.makers),
+    )
+
+
+def _kept_by_products(
+    forward: _Phase, inside: Mapping[int, int], makers: Mapping[int, OpClass]
+) -> tuple[float, float]:
+    read: set[int] = set()
+    operands: set[int] = set()
+    for op, storages in zip(forward.ops, forward.operands, strict=True):
+        if op.op_class in ("matmul", "convolution"):
+            operands |= storages.keys()
+        elif op.op_class == "attention" or "norm" in op.name:
+            read |= storages.keys()
+    made = {key for key in inside if makers.get(key, "memory") != "memory"}
+    kept = made | read | operands
+    return (
+        sum(size for key, size in inside.items() if key in kept),
+        sum(size for key, size in inside.items() if key in operands - made - read),
     )
 
 
@@ -259,6 +285,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[Op] = []
         self._signatures: list[tuple[Any, ...]] = []
         self._operands: list[dict[int, int]] = []
+        self.makers: dict[int, OpClass] = {}  # of storages
         self._base = 0
         self._peak = 0
 
@@ -271,11 +298,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_state:
                 self._state.add(ref.cdata)
 
-    def alive_bytes(self, without: Collection[int] = ()) -> int:
+    def alive(self, without: Collection[int] = ()) -> dict[int, int]:
         """Bytes of the storages made so far that are still alive."""
         for key in [key for key, (ref, _) in self._alive.items() if _is_gone(ref)]:
             self._gone.append(self._alive.pop(key)[0])
-        return sum(size for key, (_, size) in self._alive.items() if key not in without)
+        return {key: size for key, (_, size) in self._alive.items() if key not in without}
 
     def take(self) -> _Phase:
         """End a phase; the next one counts its peak from what is alive then."""
@@ -286,7 +313,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             max(self._peak - self._base, 0),
         )
         self._ops, self._signatures, self._operands = [], [], []
-        self._base = self._peak = self.alive_bytes()
+        self._base = self._peak = sum(self.alive().values())
         return phase
 
     def __torch_dispatch__(
@@ -309,13 +336,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read = tensors_in((args, kwargs))
         made = tensors_in(output)
         storages = {memory_of(tensor): tensor for tensor in read}
-        made_bytes = 0
+        made_bytes, fresh = 0, []
         for tensor in made:
             key = memory_of(tensor)
             if key not in storages and key not in self._left_out and key not in self._alive:
                 size = tensor.untyped_storage().nbytes()
                 self._alive[key] = (_weak(tensor), size)
                 made_bytes += size
+                fresh.append(key)
         is_view = bool(made) and not made_bytes and not _changes_input(func)
         if not is_view and (read or made):
             formula = _FORMULAS.get(packet)
@@ -324,6 +352,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = next((t.dtype for t in (*read, *made) if t.is_floating_point()), torch.int64)
             name = str(packet)
             op_class = _class_of(name) if formula is not None else "memory"
+            self.makers.update(dict.fromkeys(fresh, op_class))
             state = [t for t in (*read, *made) if memory_of(t) in self._state]
             state_bytes = sum(t.numel() * t.element_size() for t in state)
             keys = args[1:3] if op_class == "attention" and "backward" not in name else ()
@@ -349,7 +378,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if key not in self._state
                 }
             )
-        self._peak = max(self._peak, self.alive_bytes())
+        self._peak = max(self._peak, sum(self.alive().values()))
 
 
 def entry(tensor: torch.Tensor, stash: list[torch.Tensor]) -> torch.Tensor:

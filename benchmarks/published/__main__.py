@@ -74,6 +74,9 @@ def report(results: Sequence[Result]) -> list[str]:
     lines = [*table(results), ""]
     parts = [("fitted", [r for r in results if not r.row.is_test])]
     parts.append(("held out", [r for r in results if r.row.is_test]))
+    for name, has_experts in (("dense", False), ("with experts", True)):
+        held = [r for r in results if r.row.is_test and r.row.has_experts is has_experts]
+        parts.append((f"held out, {name}", held))
     for kind in dict.fromkeys(_kind(r.row) for r in results):
         held = [r for r in results if r.row.is_test and _kind(r.row) == kind]
         parts.append((f"held out, {kind}", held))

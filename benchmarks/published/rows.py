@@ -62,6 +62,11 @@ class Row:
     memory: float | None
 
     @property
+    def has_experts(self) -> bool:
+        known = KNOWN.get(self.model.partition("+")[0])
+        return known is not None and known.experts > 0
+
+    @property
     def gpus(self) -> int:
         return self.candidate.num_ranks
 

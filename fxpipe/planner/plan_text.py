@@ -8,6 +8,7 @@ from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from fxpipe.planner.cost.presets import EXPERTS_ERROR
 from fxpipe.planner.search.estimate import Memory
 from fxpipe.planner.search.option import Option, why_slower
 from fxpipe.text import aligned, bytes_text, html_table, seconds_text
@@ -70,7 +71,7 @@ def _head(plan: Plan) -> list[str]:
     if length:
         rate += f" ({plan.throughput * length:,.0f} positions/s)"
     improved = "" if best.program is None else ", in an improved order"
-    error = f" +- {plan.hardware.error:.0%}" if plan.hardware.error else ""
+    error = _error(plan)
     margin = plan.memory_limit - best.peak
     lines = [
         f"plan for {plan.num_ranks} ranks of {plan.hardware.name}, batch {plan.batch_size}, "
@@ -107,6 +108,14 @@ def _zero_bubble_line(plan: Plan) -> list[str]:
     return [f"why no zero bubble: the best of them, {first.candidate}, is {why}"]
 
 
+def _error(plan: Plan) -> str:
+    """How far off the time may be, going by published rows."""
+    error = plan.hardware.error
+    if error and plan.best.candidate.expert_parallel > 1:
+        error = max(error, EXPERTS_ERROR)
+    return f" +- {error:.0%}" if error else ""
+
+
 def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:
     """How long and how dear it is to train on so many tokens, at a price per GPU and hour."""
     rate = plan.tokens_per_second
@@ -114,7 +123,7 @@ def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:
         return ["tokens need a model with a sequence"]
     seconds = tokens / (rate * plan.num_ranks)
     hours = seconds * plan.num_ranks / 3600
-    error = f" +- {plan.hardware.error:.0%}" if plan.hardware.error else ""
+    error = _error(plan)
     days = seconds / 86400
     text = f"{_short(tokens)} tokens take {days:,.{0 if days >= 100 else 1}f} days{error}, "
     text += f"{hours:,.0f} GPU hours"

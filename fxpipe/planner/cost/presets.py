@@ -15,7 +15,7 @@ from typing import Any
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.program import Link
 
-__all__ = ["HARDWARE", "LINKS"]
+__all__ = ["EXPERTS_ERROR", "HARDWARE", "LINKS"]
 
 # One direction, of one device. Bandwidths are the vendors' figures (half of what they quote
 # for both directions together); latencies are the usual order of magnitude of a message.
@@ -51,8 +51,9 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 # each other down (https://forums.developer.nvidia.com/t/352186).
 _PINNED = 0.79
 
-# Shares by device. Ampere's and Hopper's are set to published rows, see docs/planner.md; the others
-# have Hopper's, which is a guess. `matmul` falls short of the peak mostly because of power.
+# Shares by device. Those of NVIDIA's from the A100 on are set to published rows, see
+# docs/planner.md; the others have Hopper's, which is a guess. `matmul` falls short of the peak
+# mostly because of power.
 _AMPERE: Mapping[str, Any] = MappingProxyType(
     {
         "efficiency": {"matmul": 0.74, "attention": 0.55, "convolution": 0.5, "memory": 0.8},
@@ -70,8 +71,18 @@ _HOPPER: Mapping[str, Any] = MappingProxyType(
         "intra_share": 0.75,
         "inter_share": 0.75,
         "jitter": 0.05,
-        "error": 0.2,
+        "error": 0.06,
     }
+)
+EXPERTS_ERROR = 0.3
+"""The median error of held-out rows with experts; a preset's `error` is that of dense models."""
+
+# Both are set to Llama 3 8B. A GB200 gains less from its higher peak than the data sheet says.
+_BLACKWELL: Mapping[str, Any] = MappingProxyType(
+    {**_HOPPER, "efficiency": {**_HOPPER["efficiency"], "matmul": 0.62}, "error": 0.08}
+)
+_GRACE_BLACKWELL: Mapping[str, Any] = MappingProxyType(
+    {**_HOPPER, "efficiency": {**_HOPPER["efficiency"], "matmul": 0.57}, "error": 0.08}
 )
 
 
@@ -131,11 +142,12 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
                      bandwidth=4.8, memory=141, intra="NVLink4", inter="InfiniBandNDR"),
         # NVIDIA HGX B200 data sheet, an eighth of the board
         "B200": _gpu("B200", float64=37, float32=75, tf32=1125, half=2250, float8=4500,
-                     bandwidth=7.7, memory=180, intra="NVLink5", inter="InfiniBandNDR"),
+                     bandwidth=7.7, memory=180, intra="NVLink5", inter="InfiniBandNDR",
+                     shares=_BLACKWELL),
         # NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs, all on one NVLink domain
         "GB200": _gpu("GB200", float64=40, float32=80, tf32=1250, half=2500, float8=5000,
                       bandwidth=8.0, memory=186, intra="NVLink5", inter="InfiniBandNDR",
-                      ranks_per_node=72, host="NVLinkC2C"),
+                      ranks_per_node=72, shares=_GRACE_BLACKWELL, host="NVLinkC2C"),
         # AMD Instinct MI300X data sheet; a ring of collectives uses all seven links of a device
         "MI300X": _gpu("MI300X", float64=81.7, float32=163.4, tf32=653.7, half=1307.4,
                        float8=2614.9, bandwidth=5.3, memory=192, intra="InfinityFabric",

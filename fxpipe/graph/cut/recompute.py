@@ -35,7 +35,7 @@ def choose_repeated(flow: Flow) -> list[list[str]]:
         names: list[str] = []
         needed = sorted(flow.needs(stage), key=lambda n: -_bytes(flow, n))
         for node in needed:
-            chain = _chain(flow, node, stage, needed)
+            chain = _chain(flow, node, stage, needed) or _mask_chain(flow, node, stage, needed)
             if chain is not None and _is_worth_it(flow, node, stage, chain):
                 extra = chain.reads - flow.inputs(stage) - flow.lent[stage].keys()
                 for placeholder in sorted(extra):
@@ -96,6 +96,31 @@ def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _C
                         chain.stand_ins[source] = stand_in
                         continue
                 stack.append(source)
+    return chain
+
+
+def _mask_chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _Chain | None:
+    """Return what it takes to make a mask again from values that are received for it.
+
+    Sending it would fix whether there is one; see `attention_masks`.
+    """
+    if not isinstance(node.target, MaskCall) or not _is_repeatable(flow, node):
+        return None
+    chain = _Chain({node}, set(), {})
+    stack = flow.sources(node)
+    while stack:
+        source = stack.pop()
+        if source.op == "placeholder":
+            chain.reads.add(source)
+        elif source in flow.facts[node].untouched:
+            stand_in = _stand_in(flow, node, source, received)
+            if stand_in is None:
+                return None
+            chain.stand_ins[source] = stand_in
+        elif is_free(source, flow.facts):
+            stack.extend(source.all_input_nodes)
+        elif not isinstance(flow.facts[source].spec, TensorSpec):
+            return None
     return chain
 
 

@@ -6,6 +6,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations import flex_attention
+from transformers.masking_utils import create_bidirectional_mask
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.markers import SplitPoint
@@ -114,6 +115,62 @@ def test_code_that_was_opened_gets_the_mask_it_has_seen():
 
     for kwargs in (inputs(2, 8, "full"), inputs(2, 8, "padded")):
         torch.testing.assert_close(pipe(**kwargs).logits, model(**kwargs).logits)
+
+
+class Padding(nn.Module):
+    """Finds padding by what the model itself computes: no stage can do that again."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.tensor(-1e9))
+
+    def forward(self, x):
+        return (x.mean(-1) > self.least).long()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x, mask):
+        heads = self.linear(x)[:, None]
+        return x + ATTENTION(heads, heads, heads, attn_mask=mask)[:, 0]
+
+
+class OwnPadding(nn.Module):
+    """As DETR: the mask says where the features of an image are."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = transformers.BertConfig(**TINY, attn_implementation="sdpa")
+        self.padding = Padding()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        given = self.padding(x)
+        mask = create_bidirectional_mask(self.config, inputs_embeds=x, attention_mask=given)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def test_each_stage_makes_a_mask_of_what_another_has_computed():
+    # It was sent, as a whole mask, and attention lost the kernel that needs none.
+    model = OwnPadding()
+    spec = {"layers.2": SplitPoint.BEGINNING}
+    pipe = pipeline(model, (torch.randn(2, 5, 16),), split_spec=spec)
+    padded = torch.randn(3, 5, 16)
+    padded[1:, 3:] = -1e12
+
+    for x, mask in ((torch.randn(3, 5, 16), None), (padded, (3, 1, 5, 5))):
+        with KernelCalls() as plain:
+            expected = model(x)
+        with KernelCalls() as ours:
+            found = pipe(x)
+        assert ours.calls == plain.calls
+        assert ours.calls[-1][0] == mask
+        torch.testing.assert_close(found, expected)
 
 
 def test_transformers_is_left_as_it_was():

@@ -135,6 +135,21 @@ def _sized_images(maker: _Maker) -> dict[str, Any]:
 
 def _image_grid(maker: _Maker) -> dict[str, Any]:
     """Flat patches of all images, with the grid of each, and a place per merged patch."""
+    flat, grid, places = _patches(maker)
+    return {**maker.text_around(places, "image"), "pixel_values": flat, "image_grid_thw": grid}
+
+
+def _grid(maker: _Maker) -> dict[str, Any]:
+    """Flat patches of all images, with the grid of each, for the vision part alone."""
+    flat, grid, _ = _patches(maker)
+    return {
+        "hidden_states" if "hidden_states" in maker.accepts else "pixel_values": flat,
+        "grid_thw": grid,
+    }
+
+
+def _patches(maker: _Maker) -> tuple[Tensor, Tensor, int]:
+    """Return the patches of all images, their grids, and the merged patches of one image."""
     patch = maker.find("patch_size")
     time = maker.find("temporal_patch_size", default=1)
     merge = maker.find("spatial_merge_size", "merge_size", default=2)
@@ -143,11 +158,7 @@ def _image_grid(maker: _Maker) -> dict[str, Any]:
     grid = torch.tensor([[1, 2 * merge, merge]] * rows)
     patches = int(grid[0].prod())
     flat = maker.noise(patches, channels * time * patch * patch).flatten(0, 1)
-    return {
-        **maker.text_around(patches // merge**2, "image"),
-        "pixel_values": flat,
-        "image_grid_thw": grid,
-    }
+    return flat, grid, patches // merge**2
 
 
 def _image_patches(maker: _Maker) -> dict[str, Any]:
@@ -356,6 +367,7 @@ KINDS: Mapping[str, Make] = {
     "image_tokens": _image_tokens,
     "sized_images": _sized_images,
     "image_grid": _image_grid,
+    "grid": _grid,
     "image_patches": _image_patches,
     "many_images": _many_images,
     "masked_image_text": _masked_image_text,

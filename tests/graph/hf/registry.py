@@ -132,6 +132,9 @@ def _first(name: str | tuple[str, ...] | list[str]) -> str:
 
 def _kind(model: Any) -> str:
     """The kind of a model without a task, from its main input."""
+    accepts = inspect.signature(model.forward).parameters
+    if "grid_thw" in accepts:
+        return "grid"
     kind = MAIN_INPUT.get(model.main_input_name, model.main_input_name)
-    is_pair = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    is_pair = "decoder_input_ids" in accepts
     return {"text": "seq2seq", "audio": "speech2seq"}.get(kind, kind) if is_pair else kind

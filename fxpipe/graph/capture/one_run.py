@@ -26,10 +26,11 @@ from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_i
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.attention_masks import watched_masks
-from fxpipe.graph.record.example_values import ExampleValues
+from fxpipe.graph.record.late_lists import watched_lists
 from fxpipe.graph.record.python_random import watched_draws
 from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
+from fxpipe.graph.record.value_functions import Found, watched_functions
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values
@@ -44,7 +45,8 @@ __all__ = ["OtherSettings", "Settings", "Task", "run_once"]
 class Task:
     """What is captured, and why each run of the model was made so far.
 
-    `other_mode` are the errors of the mode that the model is not in.
+    `other_mode` are the errors of the mode that the model is not in, `asking` the functions that
+    were seen to ask for values of the inputs.
     """
 
     module: nn.Module
@@ -55,6 +57,7 @@ class Task:
     runs: list[str] = dataclasses.field(default_factory=list)
     other_mode: list[Exception] = dataclasses.field(default_factory=list)
     failed_in: list[str] = dataclasses.field(default_factory=list)
+    asking: set[Found] = dataclasses.field(default_factory=set)
 
     def run_plainly(self) -> list[str] | None:
         """Run the model; return the names of what it makes when it first runs, None if it fails.
@@ -141,7 +144,7 @@ def run_once(
                 part.training = training
         fakes = sizes.fake(cast_inputs(task.named, cast or {}), on_trace_device)
         trace = _recorded(task, settings, mode, sizes, state, fakes)
-        _check_opened(settings, trace)
+        _check_opened(task, settings, trace)
         if trace.carried:
             decided = sizes.decisions()
             with suppress(Exception):
@@ -163,15 +166,18 @@ def _recorded(
 ) -> Trace:
     """Record a run of the model from the state in which it is."""
     module = task.module
-    trace = Trace(module, mode, sizes, state, set(settings.opened), task.splits)
+    opened = set(settings.opened)
+    trace = Trace(module, mode, sizes, state, opened, task.splits, task.named, fakes)
     _place_inputs(trace, fakes)
     trace.tape.trace_devices = _devices(state, task.named)
     if settings.follows_example:
-        trace.follow(ExampleValues(module, mode, state, trace.tape, task.named, fakes))
+        trace.follow()
     with ExitStack() as stack:
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(watched_masks(module, trace.on_mask, trace.is_opened))
+        stack.enter_context(watched_lists(trace.on_list))
+        stack.enter_context(watched_functions(task.asking, trace.on_value_function))
         stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse, module))
         stack.enter_context(mode)
         stack.enter_context(trace.reads.watching())
@@ -181,19 +187,25 @@ def _recorded(
                 output = module(*args, **kwargs)
             trace.finish(output)
         except Exception:
-            _check_opened(settings, trace)
+            _check_opened(task, settings, trace)
             task.failed_in.append(trace.failed_in)
             raise
     return trace
 
 
-def _check_opened(settings: Settings, trace: Trace) -> None:
-    """Raise if splits were found inside modules that are leaves so far."""
+def _check_opened(task: Task, settings: Settings, trace: Trace) -> None:
+    """Raise if splits were found inside leaves, or functions that could stay one call."""
     more = trace.wanted - settings.opened
     if more:
         why = f"to open {', '.join(sorted(more))}, where a split was found"
         opened = settings.opened | more
         raise OtherSettings(dataclasses.replace(settings, opened=opened, why=why)) from None
+    asking = trace.asking - task.asking
+    if asking:
+        task.asking.update(asking)
+        names = ", ".join(sorted({found.name for found in asking}))
+        why = f"with {names} as one call each, since they ask for values"
+        raise OtherSettings(dataclasses.replace(settings, why=why)) from None
 
 
 def _check_flags(settings: Settings, trace: Trace, module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
 from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
+from fxpipe.graph.record.value_functions import ValueFunction
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another, filled
 from fxpipe.graph.sandbox.restore import preserved_values
@@ -143,6 +144,30 @@ class ExampleValues:
 
         with self._mode:
             return map_leaves(fake, first)
+
+    def whole(self, call: ValueFunction, args: Any, kwargs: Any) -> Any:
+        """Return what a function of whole numbers returns, as fake tensors.
+
+        Raises:
+            NoValueError: some of its arguments are no whole numbers or do not follow from the
+                inputs, or it does more than to return tensors.
+        """
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        if not tensors or not all(map(self._has_value, tensors)):
+            raise NoValueError
+        self.run(call.checked, args, kwargs)
+        return self.sizes(call, args, kwargs)
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a function returns for the example.
+
+        Raises:
+            NoValueError: its arguments do not follow from the inputs, or it fails.
+        """
+        try:
+            return self._call(func, args, kwargs, 1)
+        except Exception as error:
+            raise NoValueError from error
 
     def shapes(self, func: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
         """Return the sizes of what a module returns for the example, as numbers.

@@ -54,6 +54,13 @@ from fxpipe.graph.record.graph_calls import (
     TracedDtype,
     function_modes,
 )
+from fxpipe.graph.record.late_lists import (
+    Numbers,
+    joined_late,
+    plain_lists,
+    rejoined,
+    split_late,
+)
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns, run_operation
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
@@ -69,6 +76,7 @@ from fxpipe.graph.record.torch_functions import (
     stacked_indices,
     substitute,
 )
+from fxpipe.graph.record.value_functions import Found, ValueFunction, running_functions
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import Seer, observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes
@@ -100,6 +108,8 @@ class Trace(TorchFunctionMode, Seer):
         state: FakeState,
         opened: Collection[str],
         splits: Mapping[str, SplitPoint],
+        inputs: Mapping[str, Any],
+        fakes: Mapping[str, Any],
     ) -> None:
         super().__init__()
         self._names = Names(module)
@@ -113,6 +123,8 @@ class Trace(TorchFunctionMode, Seer):
         self._stack: list[nn.Module] = []
         self._leaf_stack: list[nn.Module] = []
         self._busy = False
+        self._is_reading = False
+        self._has_late_lists = False
         self._surroundings = Surroundings()
         self._example: ExampleValues | None = None
         self._thread = threading.get_ident()
@@ -122,16 +134,18 @@ class Trace(TorchFunctionMode, Seer):
         self._dtypes_of_state: set[tuple[Place, torch.dtype]] = set()
         self.carried: list[Carried] = []
         self.wanted: set[str] = set()
+        self.asking: set[Found] = set()  # functions that ask for values of the inputs
         self.called: set[str] = set()
         self.training_read: set[str] = set()
         self.asks_for_gradients = False
         self.failed_in = ""
         self.real_of = state.real_of
-        self.reads = Reads(module, self.is_opened, self.on_left)
+        self.reads = Reads(module, self._is_read, self.on_left)
         self._left: dict[tuple[int, str], set[str]] = {}
         self._hooked: set[str] = set()
         self.tape = Tape(self._name_of_state, state.real_of)
         self.tape.describe = self._describe
+        self._inputs = ExampleValues(module, mode, state, self.tape, inputs, fakes)
         self.tape.generators = frozenset(
             id(value)
             for part in module.modules()
@@ -152,6 +166,13 @@ class Trace(TorchFunctionMode, Seer):
             return output
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
+        if self._has_late_lists:
+            parts = split_late(func, args, kwargs, self._split)
+            if parts is not None:
+                return parts
+            late = joined_late(func, args, kwargs)
+            func, args, kwargs = (func, args, kwargs) if late is None else (rejoined, late, {})
+            args, kwargs = plain_lists(args), plain_lists(kwargs)
         func = substitute(func, args)
         args = stacked_indices(func, args, self._stacked)
         if self._leaf_stack:
@@ -162,6 +183,9 @@ class Trace(TorchFunctionMode, Seer):
             output = self._operation(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)
         return output
+
+    def _split(self, tensor: torch.Tensor, sizes: Any, dim: int) -> Any:
+        return self.__torch_function__(torch.split, (), (tensor, sizes, dim))
 
     def _stacked(self, values: Any) -> Any:
         return stacked(values) if self._leaf_stack else self._operation(stacked, (values,), {})
@@ -293,6 +317,43 @@ class Trace(TorchFunctionMode, Seer):
         is_here = threading.get_ident() == self._thread
         return is_here and bool(self._stack) and not (self._leaf_stack or self._busy)
 
+    def _is_read(self) -> bool:
+        return self._is_reading or self.is_opened()
+
+    def on_value_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Write a function of whole numbers as one node, if it is one."""
+        if not self.is_opened():
+            return function(*args, **kwargs)
+        owner = args[0] if args and isinstance(args[0], nn.Module) else None
+        call = ValueFunction(function, owner)
+        rest = args if owner is None else args[1:]
+        try:
+            with self._unseen():
+                output = self._inputs.whole(call, rest, kwargs)
+                self._is_reading = True
+                self._inputs.run(function, args, kwargs)
+        except NoValueError:
+            return function(*args, **kwargs)  # as any other code
+        finally:
+            self._is_reading = False
+        node_args, node_kwargs = self._argument(plain_tuples(rest)), self._argument(kwargs)
+        node = self.tape.write("call_function", call, node_args, node_kwargs)
+        self.tape.adopt(node, output)
+        self._check_parts(node, output)
+        self._check_sizes(output)
+        return output
+
+    def on_list(self, tensor: torch.Tensor, make: Callable[[], Any]) -> Any:
+        """Return the values of a tensor as a list, made late if its length is a size."""
+        if self._busy or not _has_open_length(tensor):
+            return make()
+        if self._leaf_stack and self._example is not None:
+            raise ValueDecidesError(self._data_dependent())  # the leaf runs on the example then
+        if not self.is_opened():
+            return make()
+        self._has_late_lists = True
+        return Numbers(tensor, make)
+
     def on_kept(self, module: nn.Module) -> None:
         """Open the leaf around a module whose output a hook of a library keeps for later."""
         kinds = {type(part) for part in self._leaf_stack if part is not module}
@@ -341,10 +402,9 @@ class Trace(TorchFunctionMode, Seer):
         else:
             self.tape.write("call_function", pipe_split, (), {})
 
-    def follow(self, example: ExampleValues) -> None:
+    def follow(self) -> None:
         """Have opened code see the values that the example inputs have."""
-        self._example = example
-        self._leaves.example = example
+        self._example = self._leaves.example = self._inputs
 
     def finish(self, output: Any) -> None:
         """Write the model's output, the last node."""
@@ -371,6 +431,7 @@ class Trace(TorchFunctionMode, Seer):
     ) -> Any:
         self._check_chance()
         self._check_swapped(module, name)
+        args, kwargs = plain_lists(args), plain_lists(kwargs)
         node_args, node_kwargs = self._argument(args), self._argument(kwargs)
         handed = Handed(self.tape, self._argument, args, kwargs)
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -449,7 +510,7 @@ class Trace(TorchFunctionMode, Seer):
         """Have the stage compare the numbers and flags among what a leaf returns."""
         for path, leaf in walk(output):
             is_plain = all(kind == "item" for kind, _ in path)
-            if is_plain and isinstance(leaf, (bool, int, float, str)) and node.op == "call_module":
+            if is_plain and isinstance(leaf, (bool, int, float, str)):
                 part = self.tape.part_of(node, path)
                 self.tape.write("call_function", AgreedPart(user_frame()), (leaf, part), {})
 
@@ -533,6 +594,7 @@ class Trace(TorchFunctionMode, Seer):
         if self._leaf_stack:
             self._leaves.touch(args)
             return func(*args, **kwargs)
+        self.asking.update(running_functions(self._stack[-1]) if self._stack else ())
         if self._example is not None:
             with suppress(NoValueError):
                 return self._agreed(func, args, kwargs)
@@ -687,6 +749,11 @@ class Trace(TorchFunctionMode, Seer):
     def _data_dependent(self) -> str:
         module = type(self._stack[-1]).__name__ if self._stack else "the model"
         return a_value_decides(module, user_frame())
+
+
+def _has_open_length(tensor: torch.Tensor) -> bool:
+    is_list = tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+    return is_list and isinstance(tensor.shape[0], torch.SymInt)
 
 
 def _settings(module: nn.Module, values: Collection[float]) -> list[str]:

@@ -47,6 +47,7 @@ from fxpipe.graph.record.graph_calls import (
     after,
     overwrite,
 )
+from fxpipe.graph.record.late_lists import LateList
 from fxpipe.graph.record.python_random import Draw
 from fxpipe.graph.source_line import an_effect, user_frame
 from fxpipe.torch_inside import FakeTensor, memory_of
@@ -131,6 +132,8 @@ class Tape:
             return self.node_of(value)
         if isinstance(value, SYMBOLIC):
             return symbolic(value)
+        if isinstance(value, LateList):
+            return self.argument(value.plain())
         if isinstance(value, torch.device):
             return STAGE_DEVICE if value in self.trace_devices else value
         if isinstance(value, slice):

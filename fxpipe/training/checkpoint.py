@@ -31,12 +31,15 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.control.control import Control, agree, check_same
+from fxpipe.runtime.control.control import Control, agree, agree_on, check_same
 from fxpipe.training.restore import Restoring, own_extra
 from fxpipe.training.state import (
     Optimizers,
     Part,
     Source,
+    check_memory,
+    check_nothing_lost,
+    check_optimizers,
     check_plain,
     digests,
     optimizer_state,
@@ -44,7 +47,7 @@ from fxpipe.training.state import (
     random_state,
     set_random_state,
 )
-from fxpipe.training.storage import PLAIN, Reader, Writer, as_tensor, newest, next_name
+from fxpipe.training.storage import PLAIN, Reader, Writer, as_tensor, in_words, newest, next_name
 from fxpipe.training.together import gloo_world, together
 
 __all__ = ["Restored", "load_checkpoint", "save_checkpoint"]
@@ -99,11 +102,14 @@ def save_checkpoint(
     how: dict[str, Any] = {"storage_writer": Writer(run, name, keep), "process_group": group}
     if not wait:
         writing: Any = async_save(tensors, no_dist=is_alone, **how)
-        saving = _Saving()
+        saving = _Saving(run / name)
         writing.add_done_callback(saving.take)
         _WRITING.append(saving)
         return saving
-    save(tensors, no_dist=is_alone, **how)
+    try:
+        save(tensors, no_dist=is_alone, **how)
+    except BaseException as error:
+        raise in_words(error, run / name, "written") from None
     done: Future[Any] = Future()
     done.set_result(None)
     return done
@@ -134,17 +140,23 @@ def load_checkpoint(
     parts = parts_of(source)
     with together("load_checkpoint", source, default_alone=True) as control:
         problem: BaseException | None = None
+        chosen, used = "", None
         control.exchange([])
         try:
+            check_memory(parts)
             saved = Reader(newest(Path(path), step))
+            chosen = saved.folder.name
             found = own_extra(saved.plain["extra"], control.rank, control.size)
             missing = [name for name in extra or {} if name not in found]
             if missing:
                 raise InputError(f"the checkpoint {saved.folder} has no extra {missing}")
             restoring = Restoring(saved, parts, optimizer)
+            used = restoring.used()
         except Exception as error:
             problem = error
-        agree(control, problem)
+        everybody = agree_on(control, "the checkpoint to load", chosen, problem, used)
+        with control.alike():
+            restoring.check_rest(everybody)
         try:
             restoring.run()
             for name, target in (extra or {}).items():
@@ -173,6 +185,12 @@ def _agreed_state(
     try:
         if keep is not None and keep < 1:
             raise InputError(f"keep must be at least 1, got {keep}: the new checkpoint counts")
+        if type(step) is not int or step < 0:
+            raise InputError(f"step must be a whole number of at least 0, got {step!r}")
+        check_memory(parts)
+        if optimizer is not None:
+            check_optimizers(parts, optimizer)
+            check_nothing_lost(parts, optimizer)
         for part in parts:
             for key, value in part.others().items():
                 check_plain(value, repr(key))
@@ -271,12 +289,16 @@ class _Saving(Future[Any]):
 
     is_told = False
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
     def take(self, other: Future[Any]) -> None:
         error = other.exception()
         if error is None:
-            self.set_result(other.result())
+            self.set_result(None)
         else:
-            self.set_exception(error)
+            self.set_exception(in_words(error, self._folder, "written"))
 
     def result(self, timeout: float | None = None) -> Any:
         try:

@@ -6,6 +6,7 @@ checkpoint that does not fit changes nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.wire.plain import dumps
-from fxpipe.training.state import Optimizers, Part, listed
+from fxpipe.training.state import Optimizers, Part, check_optimizers, listed
 from fxpipe.training.storage import Reader
 
 __all__ = ["Restoring", "own_extra"]
@@ -35,6 +36,7 @@ class Restoring:
         self._groups: list[tuple[dict[str, Any], Any]] = []
         self._check_own_names()
         self._check_tensors()
+        check_optimizers(parts, self._optimizers)
         for optimizer in self._optimizers:
             self._find_states(optimizer)
 
@@ -55,6 +57,29 @@ class Restoring:
             group.update(found)
         for part in self._parts:
             part.set_others({name: values[self._key(part, name)] for name in part.others()})
+
+    def used(self) -> tuple[list[tuple[int | None, int]], list[str]]:
+        """The stages of this process, of how many, and the names that it loads of the model."""
+        stages = [(part.stage, part.num_stages) for part in self._parts]
+        names = [(part, name) for part in self._parts for name in (*part.tensors(), *part.others())]
+        return stages, [self._key(part, name) for part, name in names]
+
+    def check_rest(self, used: Sequence[tuple[Any, Any]]) -> None:
+        """Look for what no rank loads, given what each uses.
+
+        Raises:
+            InputError: all stages are here, and the checkpoint holds more: of another model.
+        """
+        stages = {tuple(one) for some, _ in used for one in some}
+        is_whole = all(len(stages) >= count for _, count in stages)
+        every = {*self._saved.sizes, *self._saved.plain["state"]}
+        saved = {key for key in every if re.match(r"(stage\d+/)?model/", key)}
+        rest = sorted(saved.difference(*(keys for _, keys in used)))
+        if stages and is_whole and rest:
+            raise InputError(
+                f"the checkpoint {self._saved.folder} holds {len(rest)} names that the model "
+                f"lacks: {[key.partition('model/')[2] for key in rest[:5]]}"
+            )
 
     def _key(self, part: Part, name: str) -> str:
         return f"{part.place(name, self._own)}model/{name}"
@@ -108,6 +133,12 @@ class Restoring:
                         f"the checkpoint {self._saved.folder} has no optimizer state of {name!r}"
                     )
                 first = first or (name, saved[key])
+                lacking = set(optimizer.defaults).difference(saved[key])
+                if lacking and not set(saved[key]) <= {*optimizer.defaults, "initial_lr"}:
+                    raise InputError(
+                        f"{name!r} was saved by another kind of optimizer, with {saved[key]}, but "
+                        f"{type(optimizer).__name__} needs {sorted(lacking)}: load without it"
+                    )
                 if dumps(first[1]) != dumps(saved[key]):
                     raise InputError(
                         f"{first[0]!r} and {name!r} are in one parameter group of the optimizer, "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -32,6 +33,8 @@ __all__ = [
     "Part",
     "Source",
     "check_memory",
+    "check_nothing_lost",
+    "check_optimizers",
     "check_plain",
     "digests",
     "listed",
@@ -124,6 +127,42 @@ def check_memory(parts: Sequence[Part]) -> None:
                 )
 
 
+def check_optimizers(parts: Sequence[Part], optimizers: Optimizers) -> None:
+    """Refuse optimizers of other parameters: nothing of them would be saved or loaded.
+
+    Raises:
+        InputError: an optimizer has parameters, and none of these.
+    """
+    known = {id(p) for part in parts for p in part.parameters().values()}
+    for optimizer in listed(optimizers) if known else ():
+        theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if theirs and not theirs & known:
+            raise InputError(
+                f"{type(optimizer).__name__} holds none of the {len(known)} parameters of these "
+                "stages: make it of their parameters, and after load_weights(), materialize() or "
+                "fully_shard(), which replace them"
+            )
+
+
+def check_nothing_lost(parts: Sequence[Part], optimizers: Optimizers) -> None:
+    """Refuse to save a part of what optimizers remember.
+
+    Raises:
+        InputError: an optimizer has states of parameters that are in no stage.
+    """
+    known = {id(p) for part in parts for p in part.parameters().values()}
+    for optimizer in listed(optimizers):
+        others = [
+            list(p.shape) for p, held in optimizer.state.items() if held and id(p) not in known
+        ]
+        if others:
+            raise InputError(
+                f"{type(optimizer).__name__} has states of {len(others)} parameters that are in no "
+                f"stage of this process (sizes {others[:3]}), such as those of a loss: give these "
+                "an optimizer of their own, and save it and its module as extra"
+            )
+
+
 def optimizer_state(
     part: Part, optimizers: Optimizers
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -165,6 +204,9 @@ def _content(value: Any) -> bytes:
 def random_state(parts: Sequence[Part]) -> dict[str, Any]:
     """Where the random number generators of this process stand."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+    if numpy := sys.modules.get("numpy"):
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
     for kind in _device_types(parts):
         state[kind] = torch.get_device_module(kind).get_rng_state()
     return state
@@ -173,6 +215,8 @@ def random_state(parts: Sequence[Part]) -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any], parts: Sequence[Part]) -> None:
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
+    if (numpy := sys.modules.get("numpy")) and "numpy" in state:
+        numpy.random.set_state(state["numpy"])
     for kind in _device_types(parts):
         if kind in state:
             torch.get_device_module(kind).set_rng_state(state[kind])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from fxpipe.errors import InputError
 from fxpipe.runtime.wire.plain import dumps, loads
 
-__all__ = ["PLAIN", "Reader", "Writer", "as_tensor", "newest", "next_name"]
+__all__ = ["PLAIN", "Reader", "Writer", "as_tensor", "in_words", "newest", "next_name"]
 
 PLAIN = "plain"
 """The key of all that is no tensor."""
@@ -64,11 +65,13 @@ class Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
+        metadata = self.read_metadata()
         self.sizes: dict[str, TensorStorageMetadata] = {
             key: value
-            for key, value in self.read_metadata().state_dict_metadata.items()
+            for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
+        self._check_files(metadata)
         written = torch.empty(self.sizes[PLAIN].size, dtype=torch.uint8)
         self.fill({PLAIN: written})
         self.plain: dict[str, Any] = loads(bytes(written.tolist()))
@@ -76,14 +79,40 @@ class Reader(FileSystemReader):
     def fill(self, tensors: dict[str, torch.Tensor]) -> None:
         """Read into these tensors, sharded or not."""
         expect_one_process()
-        load(tensors, storage_reader=self, no_dist=True)
+        try:
+            load(tensors, storage_reader=self, no_dist=True)
+        except CheckpointException as error:
+            raise in_words(error, self.folder, "read") from None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _PlainUnpickler(file).load()
+        try:
+            with (self.folder / ".metadata").open("rb") as file:
+                metadata: Metadata = _PlainUnpickler(file).load()
+        except InputError:
+            raise
+        except Exception as error:  # what damaged bytes lead to is anybody's guess
+            raise InputError(
+                f"{self.folder / '.metadata'} is damaged ({type(error).__name__}: {error}): remove "
+                f"{self.folder} to load the checkpoint before it"
+            ) from None
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def _check_files(self, metadata: Metadata) -> None:
+        ends: dict[str, int] = {}
+        for info in (metadata.storage_data or {}).values():
+            end = max(ends.get(info.relative_path, 0), info.offset + info.length)
+            ends[info.relative_path] = end
+        for name, end in ends.items():
+            path = self.folder / name
+            size = path.stat().st_size if path.is_file() else 0
+            if size < end:
+                raise InputError(
+                    f"{path} has {size} bytes of {end}: the checkpoint was not copied as a whole, "
+                    f"or not all hosts share the folder; remove {self.folder} to load the "
+                    "checkpoint before it"
+                )
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -111,6 +140,14 @@ _OTHERS = {
 }
 
 
+def in_words(error: BaseException, folder: Path, what: str) -> BaseException:
+    """An error of ours in place of torch's list of tracebacks by rank, which is no Exception."""
+    if not isinstance(error, CheckpointException):
+        return error
+    faults = {f"{type(one).__name__}: {one}" for one, _ in error.failures.values()}
+    return InputError(f"the checkpoint {folder} could not be {what}: {'; '.join(sorted(faults))}")
+
+
 def as_tensor(value: Any) -> torch.Tensor:
     """Plain data as the bytes of its JSON."""
     return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
@@ -131,6 +168,11 @@ def newest(run: Path, step: int | None) -> Path:
     complete = [folder for folder in _folders(run) if _is_complete(folder)]
     wanted = [f for f in complete if step is None or f.name.endswith(f"-step{step}")]
     if not wanted:
+        if _is_complete(run):
+            raise InputError(
+                f"{run} is one checkpoint: pass the folder of all, {run.parent}, and step= if it "
+                "is not to be the newest"
+            )
         others = ", ".join(folder.name for folder in complete)
         of_step = "" if step is None else f" of step {step}"
         raise InputError(

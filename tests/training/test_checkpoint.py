@@ -9,6 +9,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -110,7 +111,7 @@ class Reads:
 
     def __next__(self) -> int:
         self.position += 1
-        return self.position + random.randrange(100)
+        return self.position + random.randrange(100) + int(numpy.random.randint(100))
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -125,6 +126,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     for run in losses:
         torch.manual_seed(len(run))
         random.seed(len(run))
+        numpy.random.seed(len(run))
         _, made, optimizer = trainer(2, seed=len(run), dropout=0.1)
         lr = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         data = Reads()
@@ -223,6 +225,64 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
     with pytest.raises(InputError, match="no complete checkpoint below"):
         load_checkpoint(tmp_path / "nothing", plain)
+    one = next((tmp_path / "whole").iterdir())
+    with pytest.raises(
+        InputError, match=f"is one checkpoint: pass the folder of all, {one.parent}"
+    ):
+        load_checkpoint(one, plain)
+    # All of the following were taken in silence.
+    with pytest.raises(InputError, match=r"holds \d+ names that the model lacks: \['blocks.4"):
+        load_checkpoint(tmp_path / "whole", gpt.build(layers=4).double())
+    with pytest.raises(InputError, match="AdamW holds none of the 100 parameters of these stages"):
+        load_checkpoint(tmp_path / "whole", plain, optimizer)
+    with pytest.raises(InputError, match=r"another kind of optimizer, .* needs .'dampening'"):
+        load_checkpoint(tmp_path / "whole", plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    assert all(torch.equal(before[name], value) for name, value in plain.state_dict().items())
+
+
+def test_what_would_be_lost_is_not_saved_in_silence(tmp_path: Path) -> None:
+    model, made, optimizer = trainer(2, seed=0)
+    loss = nn.Linear(1, 1)
+
+    with pytest.raises(InputError, match="step must be a whole number of at least 0, got 'a/b'"):
+        save_checkpoint(tmp_path, made, step="a/b")  # type: ignore[arg-type]
+    other = torch.optim.SGD(loss.parameters(), lr=1.0)
+    with pytest.raises(InputError, match="SGD holds none of the 100 parameters of these stages"):
+        save_checkpoint(tmp_path, made, other)
+    optimizer.add_param_group({"params": list(loss.parameters())})
+    loss(torch.ones(1, 1)).backward()
+    optimizer.step()
+    with pytest.raises(
+        InputError, match=r"2 parameters that are in no stage .*\[\[1, 1\], \[1\]\]"
+    ):
+        save_checkpoint(tmp_path, made, optimizer)
+    with pytest.raises(InputError, match="'weight' is on the meta device and has no values"):
+        save_checkpoint(tmp_path, nn.Linear(2, 2, device="meta"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    for wait_for_it in (True, False):
+        with pytest.raises(InputError, match=r"could not be written: .*Error: .*file"):
+            save_checkpoint(tmp_path / "file", model, wait=wait_for_it).result()
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "message"),
+    [
+        (".metadata", 0, r"\.metadata is damaged \(EOFError"),
+        (".metadata", 50, r"\.metadata is damaged \(UnpicklingError"),
+        ("*.distcp", 50, r"distcp has 50 bytes of \d+: the checkpoint was not copied as a whole"),
+        ("*.distcp", None, "has 0 bytes of"),
+    ],
+)
+def test_damaged_files_are_named(file: str, size: int | None, message: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(tmp_path, model)
+    (path,) = tmp_path.glob(f"*/{file}")
+    content = path.read_bytes()
+    path.unlink() if size is None else path.write_bytes(content[:size])
+
+    with pytest.raises(InputError, match=message):
+        load_checkpoint(tmp_path, model)
 
 
 def hand_written(num_stages: int, seed: int) -> Sequence[PipelineStage]:
@@ -295,7 +355,7 @@ def test_a_failed_save_in_the_background_is_told_once(
             patch.setattr(Writer, "write_data", fails)
             saving = save_checkpoint(tmp_path, model, wait=False)
             if asks:
-                with pytest.raises(BaseException, match="no space left"):
+                with pytest.raises(InputError, match="no space left"):
                     saving.result()
             wait([saving])
         if not asks:

@@ -141,6 +141,12 @@ def problems_of_one_rank(rank: int, folder: str) -> None:
     assert not module.weight.any()
     load_checkpoint(folder, stage)
     assert torch.equal(module.weight, before) and module.note == rank
+    # Each rank loaded its own step, in silence.
+    save_checkpoint(folder, stage, step=1)
+    with pytest.raises(
+        InputError, match=r"the checkpoint to load must be the same .*0001-step0 on"
+    ):
+        load_checkpoint(folder, stage, step=rank)
     with pytest.raises(InputError, match=r"rank 0 calls .*_checkpoint\(\), rank 1 calls"):
         (save_checkpoint if rank else load_checkpoint)(folder, stage)
 

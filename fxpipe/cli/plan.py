@@ -98,6 +98,9 @@ _PerRank = Annotated[
     str | None, typer.Option("--stages-per-rank", help="Numbers that may be chosen, with commas.")
 ]
 _Checkpointing = Annotated[str, typer.Option("--checkpointing", help=_CHECKPOINTING)]
+_Offload = Annotated[
+    int, typer.Option("--offload", min=0, help="Actions after which host memory pays; 0: never.")
+]
 _Optimizer = Annotated[
     str, typer.Option("--optimizer", help="none, sgd, momentum, adam, adamw or adamw-master.")
 ]
@@ -125,6 +128,7 @@ def plan(
     data_parallel: _Width = None,
     stages_per_rank: _PerRank = None,
     checkpointing: _Checkpointing = "none,selective,full",
+    offload: _Offload = 2,
     tensor_parallel: _Tensor = "auto",
     context_parallel: _Context = "auto",
     expert_parallel: _Expert = "auto",
@@ -209,6 +213,7 @@ def plan(
             microbatch_sizes=sizes,
             data_parallel=data_parallel,
             stages_per_rank=per_rank,
+            offload=offload,
             optimizer=optimizer,
             kernels=kernels,  # type: ignore[arg-type]
             float8=float8,

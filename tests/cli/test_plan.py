@@ -75,6 +75,7 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--data-parallel", "3"), "data_parallel must divide the 2 ranks"),
         (("--out", "plan.txt"), "a plan is written as .json here, but got plan.txt"),
         (("--report", "plan.pdf"), "a plan is written as .html here, but got plan.pdf"),
+        (("--offload", "1"), "offload is at least 2 compute actions, or 0 for never, got 1"),
     ],
 )
 def test_refuses(arguments: tuple[str, ...], message: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.control.control import agree_on
 from fxpipe.runtime.session import Session
 
-__all__ = ["check_alike", "share"]
+__all__ = ["check_alike", "first_known", "gather"]
 
 
 def check_alike(
@@ -25,17 +26,20 @@ def check_alike(
         agree_on(control, what, value, problem)
 
 
-def share(session: Session, call: str, value: Any, default: Any = ...) -> Any:
-    """The first rank's value that is not None, or the default.
-
-    Raises:
-        InputError: on all ranks: nobody knows it, and there is no default.
-    """
+def gather(session: Session, call: str, value: Any) -> list[Any]:
+    """What each rank says, on every rank."""
     with session.call(call) as control:
         control.exchange([])  # every call begins with one: so different calls are noticed
-        found = [one for one in control.gather(value) if one is not None]
-    if found:
-        return found[0]
-    if default is not ...:
-        return default
+        return control.gather(value)
+
+
+def first_known(said: Sequence[Any]) -> Any:
+    """The first rank's value that is not None.
+
+    Raises:
+        InputError: nobody knows it.
+    """
+    for value in said:
+        if value is not None:
+            return value
     raise InputError("the latest call computed no loss: it had no loss_fn or no target")

@@ -33,7 +33,7 @@ from fxpipe.runtime.agree.request import Call, Options
 from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.norms import clip
 from fxpipe.runtime.session import Session
-from fxpipe.runtime.share import check_alike, share
+from fxpipe.runtime.share import check_alike, first_known, gather
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
 from fxpipe.schedules.overrides import FIXED, check_overrides
@@ -280,12 +280,13 @@ class Schedule:
 
         One small exchange; on an accelerator it waits for the loss to be computed.
         """
-        found = self.share("shared_loss", None if self.loss is None else float(self.loss))
+        said = self.gather("shared_loss", None if self.loss is None else float(self.loss))
+        found = first_known(said)
         return torch.tensor(found) if self.loss is None else self.loss
 
-    def share(self, call: str, value: Any, *, default: Any = ...) -> Any:
-        """What the rank that knows it says, on every rank. Call it on every rank."""
-        return share(self._session, call, value, default)
+    def gather(self, call: str, value: Any) -> list[Any]:
+        """What each rank says, on every rank. Call it on every rank."""
+        return gather(self._session, call, value)
 
     def check_alike(
         self, call: str, what: str, value: Any, problem: BaseException | None = None

@@ -32,17 +32,14 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def eval_stream(schedule: Schedule, batches: Iterable[Any], at_once: int) -> Iterator[Any]:
     """See `Schedule.eval_stream`."""
-    if at_once < 1:
-        raise InputError(f"at_once must be at least 1 batch, got {at_once}")
-    return _outputs(schedule, iter(batches), at_once)
-
-
-def _outputs(schedule: Schedule, batches: Iterator[Any], at_once: int) -> Iterator[Any]:
     while True:
         calls: list[Any] = []
         rows: list[int] | None = []
         count, problem = 0, None
         try:
+            if at_once < 1:
+                raise InputError(f"at_once must be at least 1 batch, got {at_once}")
+            batches = iter(batches)  # the same one from the second time on
             for inputs in islice(batches, at_once):
                 args, kwargs = arguments(inputs)
                 call = Call(False, args, kwargs, None, {}, True)

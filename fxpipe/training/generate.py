@@ -193,8 +193,8 @@ class _Sequences:
         self._follow(schedule)
         try:
             self._call(schedule, 1)
-            is_kept = None if can_go_round(schedule) and not is_hooked else True
-            goes_round = not schedule.share("generate", is_kept, default=False)
+            can_go = can_go_round(schedule) and not is_hooked
+            goes_round = all(schedule.gather("generate", can_go))
             rounds: dict[int, Schedule] = {}
             made = 1
             while made < count:
@@ -234,7 +234,8 @@ class _Sequences:
         schedule.eval(Microbatches(calls, rows=self._rows), return_outputs=False)
         self._is_begun = True
         mine = [torch.stack(some[-count:], 1) for some in self._tokens if some]
-        tokens = schedule.share("generate", torch.cat(mine).cpu() if mine else None)
+        said = schedule.gather("generate", torch.cat(mine).cpu() if mine else None)
+        tokens = next(one for one in said if one is not None)
         self._parts[:] = [
             torch.cat([part, new.to(part)], 1)
             for part, new in zip(self._parts, tokens.split(self._rows), strict=True)
@@ -320,16 +321,17 @@ class _Sequences:
 
     def _agree_on_caches(self, longest: int) -> bool:
         """Whether any rank has layers with caches, and all ranks can use them."""
-        share, front = self._schedule.share, self._schedule.stages[0].front
+        front = self._schedule.stages[0].front
         assert isinstance(front, TracedFront)
         one = torch.empty(self._rows[0], 1, dtype=torch.int64, device="meta")
         inputs = dict.fromkeys(self._names, one)
         reason = why_whole_sequences(self._layers, front, inputs, longest) if self._layers else None
-        reason = share("generate", reason, default=None)
-        if reason is not None:
-            _log.warning("each new token takes the whole sequence through the stages: %s", reason)
-            return False
-        return bool(share("generate", True if self._layers else None, default=False))
+        said = self._schedule.gather("generate", (reason, bool(self._layers)))
+        reasons = [why for why, _ in said if why is not None]
+        if reasons:
+            text = "each new token takes the whole sequence through the stages: %s"
+            _log.warning(text, reasons[0])
+        return not reasons and any(has_layers for _, has_layers in said)
 
 
 def _microbatches(

@@ -29,6 +29,7 @@ from fxpipe.errors import InputError
 from fxpipe.graph.pipe import pipeline
 from fxpipe.program.generators import get_schedule
 from fxpipe.runtime.rollback import ChangingBuffers, Rollback
+from fxpipe.runtime.share import first_known
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.schedules import Schedule, get_schedule_class
 from fxpipe.schedules.stream import arguments
@@ -53,7 +54,8 @@ class Pipeline:
 
     Args:
         schedule: any schedule.
-        callbacks: called with a `StepInfo` after each step, on every rank.
+        callbacks: called with a `StepInfo` after each step, on every rank. If one raises, all
+            ranks raise; the gradients of the step are there.
         step: the number of steps made already, by a run that goes on.
     """
 
@@ -148,7 +150,7 @@ class Pipeline:
         begin = time.perf_counter()
         with self.context():
             self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
-        return self._told(self.schedule.shared_loss(), begin)
+        return self._told(self.schedule.loss, begin)
 
     def accumulate(self, batches: Iterable[tuple[Any, Any]]) -> torch.Tensor:
         """Train on several batches as on one: the mean of their losses and gradients.
@@ -165,7 +167,7 @@ class Pipeline:
         except BaseException as error:
             problem = error
         self.schedule.check_alike("accumulate", "the number of batches", len(every), problem)
-        losses = []
+        losses: list[torch.Tensor | None] = []
         scale = self.schedule.grad_scale
         self.schedule.grad_scale = scale / len(every)
         before = Rollback(self.parameters(), (), ChangingBuffers())
@@ -174,13 +176,14 @@ class Pipeline:
                 args, kwargs = arguments(inputs)
                 with self._no_sync(number < len(every) - 1), self.context():
                     self.schedule.step(*args, target=target, return_outputs=False, **kwargs)
-                losses.append(self.schedule.shared_loss())
+                losses.append(self.schedule.loss)
         except BaseException:
             before.undo()
             raise
         finally:
             self.schedule.grad_scale = scale
-        return self._told(torch.stack(losses).mean(), begin)
+        known = [loss for loss in losses if loss is not None]
+        return self._told(torch.stack(known).mean() if known else None, begin)
 
     @contextlib.contextmanager
     def _no_sync(self, is_on: bool) -> Iterator[None]:
@@ -206,15 +209,23 @@ class Pipeline:
         """See `Schedule.clip_grad_norm_`."""
         return self.schedule.clip_grad_norm_(max_norm, norm_type)
 
-    def _told(self, loss: torch.Tensor, begin: float) -> torch.Tensor:
+    def _told(self, own: torch.Tensor | None, begin: float) -> torch.Tensor:
+        """The loss on every rank, after callbacks have seen it: what one raises reaches all."""
+        mine = None if own is None else float(own)
+        said = self.schedule.gather("shared_loss", (mine, bool(self.callbacks)))
+        value = first_known([loss for loss, _ in said])
         self.num_steps += 1
-        if self.callbacks:
+        if any(has_callbacks for _, has_callbacks in said):
             is_first = any(stage.stage_index == 0 for stage in self.stages)
-            seconds = time.perf_counter() - begin
-            info = StepInfo(self.num_steps, float(loss), seconds, is_first)
-            for callback in self.callbacks:
-                callback(info)
-        return loss
+            info = StepInfo(self.num_steps, value, time.perf_counter() - begin, is_first)
+            problem: BaseException | None = None
+            try:
+                for callback in self.callbacks:
+                    callback(info)
+            except BaseException as error:
+                problem = error
+            self.schedule.check_alike("callbacks", "the step", self.num_steps, problem)
+        return torch.tensor(value) if own is None else own
 
 
 class ProgressBar:

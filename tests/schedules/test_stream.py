@@ -43,7 +43,7 @@ def test_outputs_are_those_of_the_plain_model_batch_by_batch() -> None:
     assert schedule.stages[0].has_backward
     assert list(schedule.eval_stream([], at_once=3)) == []
     with pytest.raises(InputError, match="at_once must be at least 1 batch, got 0"):
-        schedule.eval_stream(given, at_once=0)
+        next(schedule.eval_stream(given, at_once=0))
 
 
 def on_ranks(rank: int) -> tuple[int, str]:

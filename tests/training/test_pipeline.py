@@ -16,6 +16,7 @@ from fxpipe import (
     Pipeline,
     PipeliningShapeError,
     ProgressBar,
+    RemoteStageError,
     aux_loss,
     causal_lm_loss,
 )
@@ -183,3 +184,32 @@ def test_autocast_gives_the_plain_models_gradients(dtype: torch.dtype) -> None:
     assert torch.equal(loss, plain.detach())
     for grad, p in zip(found, net.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
+
+
+def callback_of_one_rank(rank: int) -> list[str]:
+    """The others went on, or waited for a rank that made no call any more."""
+    pipe = Pipeline.build(model(), (rand(2, 8),), loss_fn=F.mse_loss, n_microbatches=2)
+    pipe.step(rand(4, 8), target=rand(4, 4))
+
+    def log(info: Any) -> None:
+        if info.step == 3:
+            raise OSError("the disk is full")
+
+    pipe.callbacks = [log] if rank else []
+    said = []
+    for _ in range(3):
+        try:
+            pipe.step(rand(4, 8), target=rand(4, 4))
+            said.append("")
+        except (OSError, RemoteStageError) as error:
+            said.append(str(error))
+    with pytest.raises(InputError, match="at_once must be at least 1 batch, got 0"):
+        next(pipe.schedule.eval_stream([rand(4, 8)], at_once=1 - rank))
+    return said
+
+
+def test_what_a_callback_raises_on_one_rank_is_raised_on_all() -> None:
+    one, other = run_on_ranks(2, callback_of_one_rank)
+
+    assert one == ["", "another rank failed: rank 1: OSError: the disk is full", ""]
+    assert other == ["", "the disk is full", ""]

@@ -23,7 +23,7 @@ __all__ = ["CALLS", "Control", "agree", "agree_on", "bits_of", "check_same", "nu
 CALLS = (
     *("nothing", "step", "eval", "clip_grad_norm_"),
     *("save_checkpoint", "load_checkpoint", "save_weights", "shared_loss", "generate", "scaler"),
-    *("accumulate", "eval_stream"),
+    *("accumulate", "eval_stream", "callbacks"),
 )
 """What all ranks must call together. The place of a name is its number in messages."""
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from fxpipe.runtime.stage.deferral import Deferral
-from fxpipe.runtime.stage.engine import run_backward
+from fxpipe.runtime.split.deferral import Deferral
+from fxpipe.runtime.split.engine import run_backward
 from fxpipe.runtime.stage.received import receive
 
 __all__ = ["main"]

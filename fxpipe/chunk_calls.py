@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Kind
-from fxpipe.program.torch_actions import _Action
+from fxpipe.program.formats.torch_actions import _Action
 from fxpipe.runtime.stage.executor import ActionContext
 from fxpipe.runtime.stage.stage_kind import PipelineStageInfo
 

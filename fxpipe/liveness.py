@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, ValueKind
+from fxpipe.program.formats.torch_actions import _Action
 from fxpipe.program.memory import lifetimes
-from fxpipe.program.torch_actions import _Action
 
 __all__ = ["PipelineActivationLiveness", "analyze_pipeline_activation_liveness"]
 

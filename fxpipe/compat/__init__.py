@@ -27,7 +27,7 @@ from fxpipe import errors, liveness, microbatch, schedules, stage
 from fxpipe.chunk_calls import _PipelineContext
 from fxpipe.compat import passes
 from fxpipe.graph import markers, pipe
-from fxpipe.program.torch_actions import _Action, _ComputationType
+from fxpipe.program.formats.torch_actions import _Action, _ComputationType
 
 __all__ = ["install", "uninstall"]
 

@@ -23,9 +23,9 @@ from fxpipe.program import (
     validate,
     writes,
 )
+from fxpipe.program.formats.torch_actions import _Action, computes_of, order_of, program_of_order
 from fxpipe.program.fuse import join_halves
 from fxpipe.program.parameters import add_reductions, add_sharding
-from fxpipe.program.torch_actions import _Action, computes_of, order_of, program_of_order
 from fxpipe.schedules import PipelineScheduleSingle, get_schedule_class
 from fxpipe.stage import _PipelineStageBase
 

@@ -5,12 +5,12 @@ from fxpipe.program.check.faults import Fault, FaultKind
 from fxpipe.program.check.validate import find_faults, validate
 from fxpipe.program.compare import Compared, Comparison, compare
 from fxpipe.program.costs import Link, StageCost, StageCosts
+from fxpipe.program.formats.text import parse_action
 from fxpipe.program.fuse import fuse_backward
 from fxpipe.program.lower import lower
 from fxpipe.program.play.walk import walk
 from fxpipe.program.program import Placement, Program, Step
 from fxpipe.program.simulate import simulate
-from fxpipe.program.text import parse_action
 from fxpipe.program.timeline import Span, Timeline
 
 __all__ = [

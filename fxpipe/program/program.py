@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action
-from fxpipe.program.json_text import ProgramFields, read_json, write_json
-from fxpipe.program.text import parse_rows, rows_of_csv, rows_of_table, write_csv
+from fxpipe.program.formats.json_text import ProgramFields, read_json, write_json
+from fxpipe.program.formats.text import parse_rows, rows_of_csv, rows_of_table, write_csv
 
 __all__ = ["Placement", "Program", "Step"]
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from fxpipe.errors import InputError, InputTypeError
 from fxpipe.program import Program, Span, lower
-from fxpipe.program.text import parse_action
+from fxpipe.program.formats.text import parse_action
 from fxpipe.runtime.agree.briefs import Brief, check_pipelines
 from fxpipe.runtime.agree.inputs import signature
 from fxpipe.runtime.agree.module_state import ModuleState, surroundings

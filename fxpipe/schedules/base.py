@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Kind, Program, Timeline, lower
+from fxpipe.program.formats.torch_actions import _Action, order_of
 from fxpipe.program.generators import get_schedule
 from fxpipe.program.play.walk import step_table
-from fxpipe.program.torch_actions import _Action, order_of
 from fxpipe.runtime.agree.arguments import (
     TiedStages,
     action_kind,

@@ -14,8 +14,8 @@ from typing import Any
 from fxpipe.chunk_calls import CustomFunction, NothingToReceive, _PipelineContext, doing
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program, validate
-from fxpipe.program.text import rows_of_csv, write_csv
-from fxpipe.program.torch_actions import (
+from fxpipe.program.formats.text import rows_of_csv, write_csv
+from fxpipe.program.formats.torch_actions import (
     _Action,
     _ComputationType,
     computes_of,

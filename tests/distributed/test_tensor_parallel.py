@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class, pipeline
-from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.split.deferral import Deferral
 from fxpipe.runtime.wire.packing import Shares
 from tests.backends import nccl_like
 from tests.distributed.bodies import layout, mse, rand

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.split.deferral import Deferral
 from fxpipe.runtime.stage.received import receive
 
 __all__ = ["Grads", "assert_same", "grads_of", "in_autocast", "plain", "seed", "split"]

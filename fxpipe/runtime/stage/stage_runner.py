@@ -20,10 +20,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.runtime.parameters.sync import GradSync, grad_sync
+from fxpipe.runtime.split.deferral import Deferral, can_defer
+from fxpipe.runtime.split.engine import run_backward
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
-from fxpipe.runtime.stage.deferral import Deferral, can_defer
 from fxpipe.runtime.stage.dtensors import Layout, as_dtensor, find_mesh, local_part
-from fxpipe.runtime.stage.engine import run_backward
 from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.offload import SavedTensors
 from fxpipe.runtime.stage.received import Slots, receive

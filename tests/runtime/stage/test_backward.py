@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from fxpipe.runtime.stage.deferral import Deferral
-from fxpipe.runtime.stage.engine import run_backward
+from fxpipe.runtime.split.deferral import Deferral
+from fxpipe.runtime.split.engine import run_backward
 from fxpipe.runtime.stage.received import Slots, receive
 from tests.runtime.halves import assert_same, grads_of, in_autocast, plain, seed, split
 from tests.runtime.stage_modules import DIM, MODULES, Lambda, inputs_for

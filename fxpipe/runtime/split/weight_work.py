@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from fxpipe.runtime.stage.engine import run_backward
-from fxpipe.runtime.stage.operations import Operation
+from fxpipe.runtime.split.engine import run_backward
+from fxpipe.runtime.split.operations import Operation
 from fxpipe.torch_inside import apply_of, version_of
 
 __all__ = ["WeightWork", "accumulate", "modified", "only"]

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from fxpipe.runtime.stage.dtensors import is_dtensor
-from fxpipe.runtime.stage.operations import (
+from fxpipe.runtime.split.operations import (
     Convolution,
     Einsum,
     Embedding,
@@ -29,6 +28,7 @@ from fxpipe.runtime.stage.operations import (
     WeightLeft,
     WeightRight,
 )
+from fxpipe.runtime.stage.dtensors import is_dtensor
 from fxpipe.torch_inside import base_of
 
 __all__ = ["DEFERRABLE", "Call", "is_leaf_parameter", "recognise"]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
+from fxpipe.program.formats.text import parse_action, write_csv
 from fxpipe.program.program import Program
-from fxpipe.program.text import parse_action, write_csv
 
 __all__ = ["_Action", "_ComputationType", "computes_of", "order_of", "program_of_order"]
 

@@ -27,10 +27,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.runtime.stage.deferrable import DEFERRABLE, Call, is_leaf_parameter, recognise
-from fxpipe.runtime.stage.engine import run_backward
-from fxpipe.runtime.stage.operations import Operation
-from fxpipe.runtime.stage.weight_work import WeightWork, accumulate, modified, only
+from fxpipe.runtime.split.deferrable import DEFERRABLE, Call, is_leaf_parameter, recognise
+from fxpipe.runtime.split.engine import run_backward
+from fxpipe.runtime.split.operations import Operation
+from fxpipe.runtime.split.weight_work import WeightWork, accumulate, modified, only
 from fxpipe.torch_inside import (
     apply_of,
     backward_hooks,

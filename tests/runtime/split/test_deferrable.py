@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from fxpipe.runtime.stage.deferral import Deferral
+from fxpipe.runtime.split.deferral import Deferral
 from fxpipe.runtime.stage.received import receive
 from tests.runtime.halves import grads_of, seed
 from tests.runtime.stage_modules import DIM, MODULES, inputs_for

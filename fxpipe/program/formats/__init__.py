@@ -1,0 +1,1 @@
+"""Programs as text, as JSON, and in the words of torch."""

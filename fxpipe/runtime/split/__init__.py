@@ -1,0 +1,1 @@
+"""A backward in two halves: gradients of inputs now, those of weights later."""

@@ -26,8 +26,8 @@ from torch import nn
 from fxpipe.errors import PlanError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
+from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
-from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text, table_rows
 from fxpipe.planner.search.candidates import Space, candidates

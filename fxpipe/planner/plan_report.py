@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.cost.watch import PHASES
+from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.plan_text import summary_lines
 from fxpipe.planner.search.option import Option
 from fxpipe.text import number_text, seconds_text

@@ -30,7 +30,7 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.tape import Rebuild
 from fxpipe.planner.cost.node_runs import Bench, Sizes, inputs_of
-from fxpipe.planner.cost.watch import Observation, Phase
+from fxpipe.planner.cost.observation import Observation, Phase
 
 __all__ = ["GraphCosts", "NodeInfo", "Parameter", "ValueId"]
 

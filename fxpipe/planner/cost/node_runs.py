@@ -37,7 +37,8 @@ from fxpipe.graph.sandbox.fake import FakeState, unlogged
 from fxpipe.graph.sandbox.patches import Seer, intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
-from fxpipe.planner.cost.watch import Observation, Op, entry, observe
+from fxpipe.planner.cost.observation import Observation, Op
+from fxpipe.planner.cost.watch import entry, observe
 from fxpipe.torch_inside import FakeTensorMode
 
 __all__ = ["Bench", "Call", "Sizes", "fixed_attention", "inputs_of"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.collectives import Collective, Group, collective_time
 from fxpipe.planner.cost.hardware import Hardware
-from fxpipe.planner.cost.watch import Observation, Op
+from fxpipe.planner.cost.observation import Observation, Op
 
 __all__ = ["Layout", "communication", "op_time", "share_of"]
 

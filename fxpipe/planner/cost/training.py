@@ -13,8 +13,8 @@ from typing import Literal
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.graph_costs import Parameter
+from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.parallel import Layout
-from fxpipe.planner.cost.watch import Observation, Op
 
 __all__ = [
     "CHECKPOINTS",

@@ -21,9 +21,9 @@ from fxpipe.planner.cost.graph_costs import GraphCosts, NodeInfo, ValueId
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.measured import Measured
 from fxpipe.planner.cost.node_runs import Sizes
+from fxpipe.planner.cost.observation import PHASES, Observation, Op, Phase
 from fxpipe.planner.cost.parallel import Layout, communication, op_time, share_of
 from fxpipe.planner.cost.training import State, Training, as_run, state_of, with_loss
-from fxpipe.planner.cost.watch import PHASES, Observation, Op, Phase
 from fxpipe.planner.partition.work import Flow, Item, Shared, Work
 
 __all__ = ["NodeLoad", "Workload", "workload_of"]

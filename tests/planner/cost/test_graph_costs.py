@@ -11,8 +11,8 @@ from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
+from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import Training
-from fxpipe.planner.cost.watch import PHASES
 from fxpipe.planner.cost.workload import workload_of
 from fxpipe.planner.search.auto_split import DEFAULT_HARDWARE
 from tests.parity import weighted_sum

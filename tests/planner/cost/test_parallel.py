@@ -5,10 +5,10 @@ import pytest
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.collectives import Group, collective_time
 from fxpipe.planner.cost.graph_costs import Parameter
+from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.parallel import Layout, op_time, share_of
 from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.cost.training import Training, as_run, state_of
-from fxpipe.planner.cost.watch import Observation, Op
 
 H100 = HARDWARE["H100"]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from fxpipe.runtime.split.deferral import Deferral, can_defer
 from fxpipe.runtime.split import weight_work
+from fxpipe.runtime.split.deferral import Deferral, can_defer
 from fxpipe.runtime.stage.received import receive
 from tests.runtime.halves import assert_same, grads_of, in_autocast, plain, seed, split
 from tests.runtime.stage_modules import DIM, MODULES, Checkpointed, Lambda, inputs_for

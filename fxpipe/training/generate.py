@@ -17,6 +17,7 @@ the user's make one token per call.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ def generate(
         problem = error
     schedule.check_alike("generate", "what generate() is asked for", said, problem)
     begins = [part.shape[1] for part in parts for _ in part]
-    with evaluation(schedule.stages):
+    context = pipe.context if isinstance(pipe, Pipeline) else contextlib.nullcontext
+    with evaluation(schedule.stages), context():
         sequences = _Sequences(schedule, parts, choice, input_name, max(begins) + max_new_tokens)
         sequences.extend(max_new_tokens)
     found = [row for part in parts for row in part]

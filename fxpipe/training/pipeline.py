@@ -118,6 +118,11 @@ class Pipeline:
         for index in mine:
             stage = pipe.build_stage(index, torch.device(device), found)
             stage.submod = wrap(stage.submod)
+            if not isinstance(stage.submod, nn.Module):
+                raise InputError(
+                    f"wrap= must return the wrapped module, got {type(stage.submod).__name__} "
+                    f"for stage {index}"
+                )
             stages.append(stage)
         made = get_schedule_class(schedule)(stages, n_microbatches, loss_fn=loss_fn, **options)
         return cls(made, callbacks=callbacks)
@@ -161,7 +166,7 @@ class Pipeline:
         begin = time.perf_counter()
         every, problem = [], None
         try:
-            every = list(batches)
+            every = [(inputs, target) for inputs, target in batches]
             if not every:
                 raise InputError("accumulate() was given no batch")
         except BaseException as error:

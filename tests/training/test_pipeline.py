@@ -205,7 +205,15 @@ def callback_of_one_rank(rank: int) -> list[str]:
             said.append(str(error))
     with pytest.raises(InputError, match="at_once must be at least 1 batch, got 0"):
         next(pipe.schedule.eval_stream([rand(4, 8)], at_once=1 - rank))
+    batches = [(rand(4, 8), rand(4, 4))] if rank else [rand(4, 8)]
+    with pytest.raises((ValueError, RemoteStageError), match="too many values to unpack"):
+        pipe.accumulate(batches)  # type: ignore[arg-type]
     return said
+
+
+def test_a_wrap_that_returns_nothing_is_named() -> None:
+    with pytest.raises(InputError, match="wrap= must return the wrapped module, got NoneType for"):
+        built(model(), wrap=lambda module: None)
 
 
 def test_what_a_callback_raises_on_one_rank_is_raised_on_all() -> None:

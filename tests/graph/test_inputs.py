@@ -1,11 +1,14 @@
 """The model's inputs by name, and whether a later call fits the traced one."""
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 
 from fxpipe import InputError, PipeliningShapeError, pipe_split, pipeline
-from fxpipe.graph.inputs import name_call, parameters_of, path_text
+from fxpipe.graph.dims import symbol
+from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, path_text
+from fxpipe.graph.interface import TensorSpec
 
 
 class Net(nn.Module):
@@ -98,3 +101,17 @@ def test_the_kind_of_a_dtype_must_stay_but_not_its_precision() -> None:
 def test_paths_read_like_code() -> None:
     assert path_text((("item", "batch"), ("item", "ids"), ("item", 0))) == "batch['ids'][0]"
     assert path_text((("item", "mask"), ("attr", "kv"))) == "mask.kv"
+
+
+def test_sizes_for_which_a_condition_means_nothing_are_refused() -> None:
+    # `n % (n//4)` divides by zero for small n; the check of Qwen's vision part tried one row.
+    signature = InputSignature(
+        parameters_of(nn.Linear(1, 1)),
+        {"input": TensorSpec((symbol("n"),), torch.float32)},
+        (sympy.Eq(symbol("n") % (symbol("n") // 4), 0),),
+        (),
+    )
+
+    signature.bind({"input": torch.zeros(8)})
+    with pytest.raises(PipeliningShapeError, match="got n = 2"):
+        signature.bind({"input": torch.zeros(2)})

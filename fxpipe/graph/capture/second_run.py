@@ -19,7 +19,7 @@ from torch import fx
 from fxpipe.graph.arguments import map_pairs
 from fxpipe.graph.guard.reads import find
 from fxpipe.graph.nested import closed_over, is_atom
-from fxpipe.graph.record.graph_calls import GraphCall, Kept, Refusal
+from fxpipe.graph.record.graph_calls import AgreedSizes, GraphCall, Kept, Refusal
 from fxpipe.graph.record.recorder import Trace
 
 __all__ = ["forgive_carried"]
@@ -86,10 +86,13 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _work(trace: Trace) -> list[fx.Node]:
-    """Return the nodes of a trace but for refusals and constants that are left behind."""
+    """Return the nodes of a trace but for refusals and constants that are left behind.
+
+    Nor checks of sizes: the second run has fewer, since the first has settled some sizes.
+    """
     return [
         node
         for node in trace.tape.graph.nodes
-        if not isinstance(node.target, Refusal)
+        if not isinstance(node.target, (Refusal, AgreedSizes))
         and not (isinstance(node.target, Kept) and not node.all_input_nodes)
     ]

@@ -167,8 +167,6 @@ class LeafRuns:
             except Exception as error:
                 self._sizes.met_since(mark)
                 failure = error
-                if isinstance(error, (*DATA_DEPENDENT, ValueDecidesError)):
-                    break  # other sizes are no help, and the run might settle some
         self.functions.forget()  # with the conditions that the run has met
         return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
 

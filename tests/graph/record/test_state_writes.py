@@ -287,3 +287,42 @@ def test_state_that_a_later_run_may_decide_by_is_refused(kind: type[Net]) -> Non
     # A count does the same in the first two runs; only the state it leaves tells of the third.
     with pytest.raises(TraceError, match="for its next run"):
         pipeline(kind(), (X,))
+
+
+class Chunked(nn.Module):
+    """A leaf that decides by the length, in every run anew: it works on whole chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        length = x.shape[1]
+        x = nn.functional.pad(x, (0, 0, 0, -length % 4))
+        chunks = x.unflatten(1, (x.shape[1] // 4, 4))
+        return self.linear(chunks).flatten(1, 2)[:, :length]
+
+
+class SetAnew(nn.Module):
+    """Keeps something of each run, and settles the length behind the leaf."""
+
+    def __init__(self):
+        super().__init__()
+        self.offsets = None
+        self.register_buffer("table", torch.randn(8, 4))
+        self.blocks = nn.ModuleList(Chunked() for _ in range(2))
+
+    def forward(self, x):
+        if self.offsets is None or x.dim() == 3:
+            self.offsets = x.sum(1)
+        return self.blocks[1](self.blocks[0](x) + self.table)
+
+
+def test_sizes_that_the_first_run_settles_are_no_difference():
+    # The second run needs fewer checks of sizes. It was taken for another run, and the state
+    # that each run sets anew was refused (Qwen3-VL keeps its offsets).
+    model = SetAnew()
+    pipe = pipeline(model, (torch.randn(2, 8, 4),), split_spec={"blocks.1": SplitPoint.BEGINNING})
+    x = torch.randn(3, 8, 4)
+
+    torch.testing.assert_close(pipe(x), model(x))

@@ -92,6 +92,7 @@ class LeafRuns:
         self.example: ExampleValues | None = None
         self.functions = FunctionRuns()
         self.draws = False
+        self.may_list = False  # whether a leaf may make a list whose length is a size
         self.runs = 0
         self._left: set[tuple[str, str]] = set()
         self._leaf: nn.Module | None = None
@@ -168,7 +169,16 @@ class LeafRuns:
                 self._sizes.met_since(mark)
                 failure = error
         self.functions.forget()  # with the conditions that the run has met
-        return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
+        try:
+            return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
+        except ValueDecidesError:
+            if self.may_list:
+                raise
+            self.may_list = True  # it settles the length then
+            try:
+                return self._run(module, call, args, kwargs)
+            finally:
+                self.may_list = False
 
     def _settled(
         self,

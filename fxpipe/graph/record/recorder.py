@@ -171,7 +171,8 @@ class Trace(TorchFunctionMode, Seer):
             if parts is not None:
                 return parts
             late = joined_late(func, args, kwargs)
-            func, args, kwargs = (func, args, kwargs) if late is None else (rejoined, late, {})
+            if late is not None and not has_unbacked(late[0], self._sizes.env):
+                func, args, kwargs = rejoined, late, {}
             args, kwargs = plain_lists(args), plain_lists(kwargs)
         func = substitute(func, args)
         args = stacked_indices(func, args, self._stacked)
@@ -347,7 +348,7 @@ class Trace(TorchFunctionMode, Seer):
         """Return the values of a tensor as a list, made late if its length is a size."""
         if self._busy or not _has_open_length(tensor):
             return make()
-        if self._leaf_stack and self._example is not None:
+        if self._leaf_stack and self._example is not None and not self._leaves.may_list:
             raise ValueDecidesError(self._data_dependent())  # the leaf runs on the example then
         if not self.is_opened():
             return make()

@@ -1,20 +1,26 @@
 """Over communicators like NCCL's: the plain model's gradients, or a clear error soon."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpipe import RemoteStageError, Schedule1F1B, ScheduleError, get_schedule_class
+from fxpipe.runtime.control import group_control
+from fxpipe.runtime.wire.stream_transport import StreamTransport
 from tests.backends import nccl_like
 from tests.backends.one_order import Posted, left_in_queues
 from tests.distributed import bodies, test_data_parallel, test_faults
 from tests.distributed.bodies import blocks, layout, mse, rand, stages_of
-from tests.distributed.ranks import RankFailedError, run_on_ranks
-from tests.runtime.training import SCHEDULE_NAMES
+from tests.distributed.ranks import RankFailedError, answers_of_ranks, run_on_ranks
+from tests.runtime.training import SCHEDULE_NAMES, assert_close
 
 STREAMS = nccl_like.MODELS
 SOON = 30.0  # the time-outs are longer; at once may be long on a busy machine
@@ -130,7 +136,74 @@ def test_receives_that_would_deadlock_are_refused(
     run_on_ranks(3, *body, backend=f"nccl_{streams}")
 
 
+# Groups of users
+
+
+def in_several_groups(rank: int) -> None:
+    """Not all ranks of a pipeline are in as many groups, and the groups order them differently."""
+    backend = dist.get_backend()
+    turned = dist.new_group([2, 0, 1], backend=backend, sort_ranks=False)
+    few = dist.new_group([1, 2], backend=backend)
+    x, y = rand(8, 8), rand(8, 8, seed=2)
+    made = []
+    for group, schedule in ((None, "1F1B"), (turned, "Interleaved1F1B"), (few, "ZBVZeroBubble")):
+        if group is few and rank == 0:
+            continue
+        place, size = (rank, 3) if group is None else (group.rank(), group.size())
+        indices, num_stages = layout(schedule, place, size)
+        modules = blocks(num_stages)
+        stages = stages_of(modules, indices, group)
+        kind = get_schedule_class(schedule)
+        made.append((modules, indices, kind(stages, 4, loss_fn=mse, timeout=60.0)))
+    for step in (1, 2):
+        for modules, indices, schedule in made:
+            reference, _ = bodies.plain_gradients(modules, x, y)
+            schedule.step(x, target=y)
+            for i in indices:
+                for p, q in zip(modules[i].parameters(), reference[i].parameters(), strict=True):
+                    assert_close(p.grad, step * q.grad, f"stage {i} of {num_stages}")
+
+
+@pytest.mark.parametrize("streams", ["rank", "pair"])
+def test_ranks_may_be_in_different_numbers_of_groups(streams: str) -> None:
+    run_on_ranks(3, in_several_groups, backend=f"nccl_{streams}")
+
+
 # Faults
+
+
+def fails_to_connect(rank: int, where: str, way: str) -> None:
+    """Rank 1 ends, fails or is late just where all ranks wait for each other, outside of Python."""
+
+    def instead(*_: Any) -> Any:
+        if way == "ends":
+            os._exit(3)
+        if way == "raises":
+            raise MemoryError("no room for a communicator")
+        time.sleep(8.0)
+        raise MemoryError("too late")
+
+    made = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=60.0)
+    if way == "is late":
+        made = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=4.0)
+    owner: Any = StreamTransport if where == "connect" else group_control
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(mock.patch.object(owner, where, instead))
+        wanted = (MemoryError, RemoteStageError) if rank == 1 else RemoteStageError
+        stack.enter_context(pytest.raises(wanted, match=r"no room|has ended|waited|no answer|late"))
+        made.step(rand(8, 8), target=rand(8, 8))
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("where", ["own_communicators", "connect"])
+@pytest.mark.parametrize("way", ["ends", "raises", "is late"])
+def test_a_rank_that_fails_while_all_connect_holds_up_nobody(where: str, way: str) -> None:
+    # The others waited for an hour: the time-out of the communicators themselves.
+    answers = answers_of_ranks(3, fails_to_connect, where, way, backend="nccl_pair")
+
+    assert [is_ok for is_ok, _ in answers] == [True, way != "ends", True], answers
 
 
 @pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])

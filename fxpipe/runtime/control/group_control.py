@@ -41,6 +41,7 @@ from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
+from fxpipe.runtime.wire.with_others import with_others
 from fxpipe.torch_inside import gather_options
 
 __all__ = ["GroupControl", "control_of"]
@@ -124,7 +125,13 @@ class GroupControl(Control):
         assert group is not None
         backend = backend_of(group, device)
         if backend not in self._transports:
-            lanes = own_communicators(group, device, self._deadline)
+            name, deadline = self.board.key(backend), self._deadline
+            lanes = with_others(
+                lambda: own_communicators(group, device, name, deadline),
+                device,
+                deadline,
+                self._gave_up,
+            )
             made = StreamTransport(lanes, streams, self._gave_up)
             made.begin(self._deadline, self._sequence)
             self._transports[backend] = made

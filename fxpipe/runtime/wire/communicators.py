@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.torch_inside import backend_object
+from fxpipe.torch_inside import backend_object, named_group
 
 __all__ = ["NCCL_STREAMS", "backend_of", "matchings", "own_communicators", "streams_of"]
 
@@ -65,25 +65,21 @@ def streams_of(group: dist.ProcessGroup, device: torch.device) -> Streams | None
 
 
 def own_communicators(
-    group: dist.ProcessGroup, device: torch.device, deadline: Deadline
+    group: dist.ProcessGroup, device: torch.device, name: str, deadline: Deadline
 ) -> list[dist.ProcessGroup]:
     """One for activations and one for gradients. All ranks of `group` call this together.
 
-    Their own time-out is longer than that of a call, so that ours speaks first.
+    All of them know `name`, and nobody has used it. The time-out of the communicators is longer
+    than that of a call, so that ours speaks first.
     """
     timeout = datetime.timedelta(seconds=2 * max(deadline.seconds, 1800.0))
     made = []
-    for _ in range(NUM_LANES):
+    for lane in range(NUM_LANES):
         if _is_eager():  # others are split from it, by its ranks alone
             one: Any = dist.split_group(group, [list(range(group.size()))], timeout)
         else:
-            one = dist.new_group(
-                dist.get_process_group_ranks(group),
-                timeout,
-                backend_of(group, device),
-                use_local_synchronization=True,
-                sort_ranks=False,
-            )
+            ranks = dist.get_process_group_ranks(group)
+            one = named_group(f"{name}/{lane}", ranks, backend_of(group, device), timeout)
         assert one is not None
         assert one.rank() == group.rank()
         made.append(one)

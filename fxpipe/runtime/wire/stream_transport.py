@@ -28,6 +28,7 @@ from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.communicators import matchings
 from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.runtime.wire.transport import Incoming, TensorShape, TransportError, as_bytes, as_dense
+from fxpipe.runtime.wire.with_others import with_others
 
 __all__ = ["StreamTransport"]
 
@@ -150,8 +151,15 @@ class StreamTransport:
 
         All ranks call this with the same pairs.
         """
-        token = torch.zeros(1, dtype=torch.uint8, device=device)
         new = {(min(pair), max(pair)) for pair in pairs} - self._connected
+        if new:
+            with_others(
+                lambda: self._connect(new, rank, device), device, self._deadline, self._gave_up
+            )
+        self._connected |= new
+
+    def _connect(self, new: set[tuple[int, int]], rank: int, device: torch.device) -> None:
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
         for found in matchings(new):
             for low, high in found:
                 if rank not in (low, high):
@@ -165,4 +173,3 @@ class StreamTransport:
                     if rank == high:
                         self.send(peer, [token], lane)
                 self.finish()
-        self._connected |= new

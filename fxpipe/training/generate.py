@@ -93,7 +93,7 @@ def generate(
         parts = _microbatches(input_ids, schedule.n_microbatches)
         digest = hashlib.sha256(repr([part.tolist() for part in parts]).encode()).hexdigest()
         shapes = [list(part.shape) for part in parts]
-        said = f"{max_new_tokens} tokens by {choice} after prompts {shapes} {digest[:8]}"
+        said = f"max_new_tokens={max_new_tokens}, {choice}, prompts {shapes} ({digest[:8]})"
     except BaseException as error:
         problem = error
     schedule.check_alike("generate", "what generate() is asked for", said, problem)
@@ -115,6 +115,11 @@ class _Choice:
     top_k: int | None
     top_p: float | None
     ends: tuple[int, ...]
+
+    def __str__(self) -> str:
+        how = f"temperature={self.temperature}, top_k={self.top_k}, top_p={self.top_p}"
+        ends = list(self.ends) or None
+        return f"do_sample={self.do_sample}, {how}, eos_token_id={ends}"
 
     def check(self) -> None:
         how = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

@@ -152,8 +152,14 @@ def check_same(what: str, values: Sequence[Any]) -> None:
     Raises:
         InputError: they are different.
     """
-    if len(set(map(repr, values))) > 1:  # as written: NaN is like itself
-        shown = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+    ranks_of: dict[str, list[int]] = {}  # as written: NaN is like itself
+    for rank, value in enumerate(values):
+        ranks_of.setdefault(repr(value), []).append(rank)
+    if len(ranks_of) > 1:
+        shown = ", ".join(
+            f"{values[ranks[0]]} on rank{'s' if ranks[1:] else ''} {' '.join(map(str, ranks))}"
+            for ranks in ranks_of.values()
+        )
         raise InputError(f"{what} must be the same on all ranks, but got {shown}")
 
 

@@ -65,6 +65,7 @@ ROOMS = {
         {"sizes"},
         {"sandbox"},
         {"guard"},
+        {"calls"},
         {"record"},
         {"capture"},
         {"cut"},

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.graph.calls.graph_calls import Refusal
 from fxpipe.graph.capture.dtype_following import (
     Cast,
     drop_certain,
@@ -37,7 +38,6 @@ from fxpipe.graph.capture.train_eval import merge_modes
 from fxpipe.graph.inputs import name_call, parameters_of
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.record.constant_values import ValueDecidesError
-from fxpipe.graph.record.graph_calls import Refusal
 from fxpipe.graph.record.leaf_runs import DATA_DEPENDENT
 from fxpipe.graph.sandbox.restore import Places
 from fxpipe.graph.sizes.dynamic_shapes import Wishes, read_wishes

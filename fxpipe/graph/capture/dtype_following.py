@@ -23,10 +23,10 @@ import torch
 from torch import fx, nn
 
 from fxpipe.graph.arguments import leaves_of, map_pairs
+from fxpipe.graph.calls.graph_calls import AgreedDtype, TracedDtype, dtype_of
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Ambient, Facts
 from fxpipe.graph.nested import map_leaves
-from fxpipe.graph.record.graph_calls import AgreedDtype, TracedDtype, dtype_of
 
 __all__ = [
     "HEAVY",

@@ -18,6 +18,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import SplitError
+from fxpipe.graph.calls.attention_masks import watched_masks
+from fxpipe.graph.calls.late_lists import watched_lists
+from fxpipe.graph.calls.value_functions import Found, watched_functions
 from fxpipe.graph.capture.dtype_following import cast_inputs
 from fxpipe.graph.capture.second_run import forgive_carried
 from fxpipe.graph.capture.traced_graph import TracedGraph
@@ -25,12 +28,9 @@ from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
-from fxpipe.graph.record.attention_masks import watched_masks
-from fxpipe.graph.record.late_lists import watched_lists
 from fxpipe.graph.record.python_random import watched_draws
 from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
-from fxpipe.graph.record.value_functions import Found, watched_functions
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
 from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from fxpipe.graph.arguments import map_pairs
+from fxpipe.graph.calls.graph_calls import AgreedSizes, GraphCall, Kept, Refusal
 from fxpipe.graph.guard.reads import find
 from fxpipe.graph.nested import closed_over, is_atom
-from fxpipe.graph.record.graph_calls import AgreedSizes, GraphCall, Kept, Refusal
 from fxpipe.graph.record.recorder import Trace
 
 __all__ = ["forgive_carried"]

@@ -21,8 +21,8 @@ from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from fxpipe.graph.arguments import new_graph
+from fxpipe.graph.calls.graph_calls import GraphCall, after, given
 from fxpipe.graph.facts import Facts, Region
-from fxpipe.graph.record.graph_calls import GraphCall, after, given
 
 __all__ = ["with_checkpoints"]
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from fxpipe.errors import SplitError
+from fxpipe.graph.calls.graph_calls import AgreedPart, Hooked, Kept, Observed
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import Flow, is_free, work_nodes
 from fxpipe.graph.cut.recompute import choose_repeated
@@ -24,7 +25,6 @@ from fxpipe.graph.cut.shared_buffers import check_state_writes
 from fxpipe.graph.cut.stage_writer import StageGraph, StageWriter
 from fxpipe.graph.interface import Port, Received, Sent
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.record.graph_calls import AgreedPart, Hooked, Kept, Observed
 from fxpipe.graph.source_line import Place
 
 __all__ = ["Assignment", "by_markers", "cut"]

@@ -16,10 +16,10 @@ import dataclasses
 
 from torch import fx, nn
 
+from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.capture.dtype_following import HEAVY, function_name, keeps_parameter_dtype
 from fxpipe.graph.cut.flow import Flow, is_free
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.record.attention_masks import MaskCall
 
 __all__ = ["choose_repeated"]
 

@@ -26,10 +26,10 @@ import torch
 from torch import fx, nn
 
 from fxpipe.graph.arguments import map_arguments
+from fxpipe.graph.calls.attention_masks import MaskCall
+from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
-from fxpipe.graph.record.attention_masks import MaskCall
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
-from fxpipe.graph.record.value_functions import ValueFunction
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another, filled
 from fxpipe.graph.sandbox.restore import preserved_values

@@ -23,11 +23,11 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpipe.graph.calls.graph_calls import Scripted, given
 from fxpipe.graph.nested import contents, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, storage_of
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
-from fxpipe.graph.record.graph_calls import Scripted, given
 from fxpipe.graph.record.leaf_sizes import OwnSizes, StandIns
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import clamped_slices

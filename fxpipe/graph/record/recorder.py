@@ -28,15 +28,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.aux_losses import aux_loss
-from fxpipe.graph.facts import NodeFacts
-from fxpipe.graph.guard.reads import Reads
-from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.nested import has_tensor, is_atom, map_leaves, walk
-from fxpipe.graph.record.ambient import Surroundings
-from fxpipe.graph.record.attention_masks import MaskCall
-from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
-from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
-from fxpipe.graph.record.graph_calls import (
+from fxpipe.graph.calls.attention_masks import MaskCall
+from fxpipe.graph.calls.graph_calls import (
     Agreed,
     AgreedDtype,
     AgreedGradient,
@@ -54,13 +47,21 @@ from fxpipe.graph.record.graph_calls import (
     TracedDtype,
     function_modes,
 )
-from fxpipe.graph.record.late_lists import (
+from fxpipe.graph.calls.late_lists import (
     Numbers,
     joined_late,
     plain_lists,
     rejoined,
     split_late,
 )
+from fxpipe.graph.calls.value_functions import Found, ValueFunction, running_functions
+from fxpipe.graph.facts import NodeFacts
+from fxpipe.graph.guard.reads import Reads
+from fxpipe.graph.markers import SplitPoint, pipe_split
+from fxpipe.graph.nested import has_tensor, is_atom, map_leaves, walk
+from fxpipe.graph.record.ambient import Surroundings
+from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
+from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns, run_operation
 from fxpipe.graph.record.names import Names
 from fxpipe.graph.record.python_random import Chance
@@ -76,7 +77,6 @@ from fxpipe.graph.record.torch_functions import (
     stacked_indices,
     substitute,
 )
-from fxpipe.graph.record.value_functions import Found, ValueFunction, running_functions
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.patches import Seer, observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes

@@ -26,6 +26,17 @@ from torch import fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.arguments import new_graph
+from fxpipe.graph.calls.graph_calls import (
+    ACCESS,
+    Constant,
+    Fresh,
+    Kept,
+    Rebuild,
+    TensorConstant,
+    after,
+    overwrite,
+)
+from fxpipe.graph.calls.late_lists import LateList
 from fxpipe.graph.facts import Facts, NodeFacts
 from fxpipe.graph.nested import (
     SYMBOLIC,
@@ -37,17 +48,6 @@ from fxpipe.graph.nested import (
     snapshot,
     walk,
 )
-from fxpipe.graph.record.graph_calls import (
-    ACCESS,
-    Constant,
-    Fresh,
-    Kept,
-    Rebuild,
-    TensorConstant,
-    after,
-    overwrite,
-)
-from fxpipe.graph.record.late_lists import LateList
 from fxpipe.graph.record.python_random import Draw
 from fxpipe.graph.source_line import an_effect, user_frame
 from fxpipe.torch_inside import FakeTensor, memory_of

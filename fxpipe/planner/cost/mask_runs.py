@@ -20,11 +20,11 @@ import torch
 from torch import fx
 
 from fxpipe.graph.arguments import map_arguments
+from fxpipe.graph.calls.attention_masks import may_be_none
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.dims import evaluate
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
-from fxpipe.graph.record.attention_masks import may_be_none
 from fxpipe.graph.record.tape import StageDevice
 from fxpipe.torch_inside import TorchDispatchMode, unset_fake_temporarily
 

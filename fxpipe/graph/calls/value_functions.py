@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.graph.calls.graph_calls import GraphCall
 from fxpipe.graph.nested import contents, has_tensor, walk
-from fxpipe.graph.record.graph_calls import GraphCall
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.source_line import is_users
 from fxpipe.torch_inside import memory_of

@@ -29,7 +29,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.record.graph_calls import GraphCall
+from fxpipe.graph.calls.graph_calls import GraphCall
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.torch_inside import FakeTensor
 

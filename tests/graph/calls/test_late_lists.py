@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import FxpipeError
+from fxpipe.graph.calls.late_lists import Numbers, Parts
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import pipeline
-from fxpipe.graph.record.late_lists import Numbers, Parts
 from tests.parity import assert_same, run
 
 CUT = {"blocks.1": SplitPoint.BEGINNING}

@@ -1,0 +1,1 @@
+"""Calls that graphs contain as they are, opened no further."""

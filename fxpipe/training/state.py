@@ -133,8 +133,10 @@ def check_optimizers(parts: Sequence[Part], optimizers: Optimizers) -> None:
     Raises:
         InputError: an optimizer has parameters, and none of these.
     """
-    known = {id(p) for part in parts for p in part.parameters().values()}
-    for optimizer in listed(optimizers) if known else ():
+    held = [p for part in parts for p in part.parameters().values()]
+    known = {id(p) for p in held}
+    # An optimizer cannot be empty: where all is frozen it holds something that nobody trains.
+    for optimizer in listed(optimizers) if any(p.requires_grad for p in held) else ():
         theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if theirs and not theirs & known:
             raise InputError(

@@ -362,3 +362,13 @@ def test_a_failed_save_in_the_background_is_told_once(
             with pytest.raises(BaseException, match="no space left"):
                 save_checkpoint(tmp_path, model)
         save_checkpoint(tmp_path, model)
+
+
+def test_an_optimizer_of_frozen_stages_may_hold_anything(tmp_path: Path) -> None:
+    # It cannot be empty, so people give it a number that nobody trains.
+    model = gpt.build(layers=2).double().requires_grad_(False)
+    idle = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+
+    save_checkpoint(tmp_path, model, idle, step=3)
+
+    assert load_checkpoint(tmp_path, model, idle).step == 3

@@ -11,7 +11,6 @@ from torch.distributed.pipelining import schedules as peer
 
 import fxpipe
 from fxpipe import compat
-from fxpipe.compat import passes
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Action, Kind, Program
 from fxpipe.program.generators import get_schedule
@@ -250,10 +249,10 @@ def actions(text):
 def test_passes_over_the_actions_of_a_rank_give_what_the_peer_gives():
     order = actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
 
-    assert passes._add_reduce_grad(order, 2) == peer._add_reduce_grad(theirs(order), 2)
-    assert passes._add_unshard_reshard(order) == peer._add_unshard_reshard(theirs(order))
+    assert compat._add_reduce_grad(order, 2) == peer._add_reduce_grad(theirs(order), 2)
+    assert compat._add_unshard_reshard(order) == peer._add_unshard_reshard(theirs(order))
     halves = actions("0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W2 0W1")
-    assert passes._merge_bw(halves) == peer._merge_bw(theirs(halves))
+    assert compat._merge_bw(halves) == peer._merge_bw(theirs(halves))
 
 
 def theirs(order):
@@ -275,7 +274,7 @@ def test_the_transfers_that_the_peer_adds_are_added(order, placed):
     given = {rank: actions(row) for rank, row in order.items()}
     count = 1 + max(a.microbatch_index for row in given.values() for a in row)
 
-    found = passes._add_send_recv(given, placed.__getitem__, len(placed))
+    found = compat._add_send_recv(given, placed.__getitem__, len(placed))
 
     wanted = peer._add_send_recv(
         {rank: theirs(row) for rank, row in given.items()}, placed.__getitem__, len(placed)
@@ -283,8 +282,8 @@ def test_the_transfers_that_the_peer_adds_are_added(order, placed):
     for rank, row in found.items():
         assert sorted(map(str, row)) == sorted(map(str, wanted[rank]))
         assert [a for a in row if a.is_compute_op] == given[rank]
-    passes._simulate_comms_compute(found, placed.__getitem__, len(placed))
-    found_places = passes._validate_schedule(given, 2, len(placed), count)
+    compat._simulate_comms_compute(found, placed.__getitem__, len(placed))
+    found_places = compat._validate_schedule(given, 2, len(placed), count)
     assert found_places == dict(enumerate(placed))
 
 
@@ -302,7 +301,7 @@ def test_an_order_with_pairs_lists_the_actions_alone():
 def test_an_order_with_transfers_is_laid_out_in_steps():
     order = {0: actions("0F0 0SEND_F0 0RECV_B0 0B0"), 1: actions("1RECV_F0 1F0 1B0 1SEND_B0")}
 
-    steps = passes._simulate_comms_compute(order, lambda stage: stage, 2)
+    steps = compat._simulate_comms_compute(order, lambda stage: stage, 2)
 
     assert [[str(action or "-") for action in row] for row in steps.values()] == [
         ["0F0", "0SEND_F0", "-", "-", "0RECV_B0", "0B0"],
@@ -315,27 +314,27 @@ def test_an_order_with_transfers_is_laid_out_in_steps():
 )
 def test_an_order_that_is_not_whole_is_an_assertion_error(order):
     with pytest.raises(AssertionError):
-        passes._validate_schedule({r: actions(row) for r, row in order.items()}, 2, 2, 1)
+        compat._validate_schedule({r: actions(row) for r, row in order.items()}, 2, 2, 1)
 
 
 def test_stages_are_mapped_to_ranks_as_by_the_peer():
     for style, size, count in [("loop", 2, 4), ("loop", 4, 8), ("v", 2, 4), ("v", 4, 12)]:
-        assert passes.generate_stage_to_rank_mapping(
+        assert compat.generate_stage_to_rank_mapping(
             size, count, style
         ) == peer.generate_stage_to_rank_mapping(size, count, style)
-        assert passes.generate_rank_to_stage_mapping(
+        assert compat.generate_rank_to_stage_mapping(
             size, count, style
         ) == peer.generate_rank_to_stage_mapping(size, count, style)
 
 
 def test_the_order_of_a_schedule_is_listed_by_name():
-    plain = passes.get_schedule_ops("Interleaved1F1B", 2, 4)
-    lowered = passes.get_schedule_ops("Interleaved1F1B", 2, 4, with_comms=True)
+    plain = compat.get_schedule_ops("Interleaved1F1B", 2, 4)
+    lowered = compat.get_schedule_ops("Interleaved1F1B", 2, 4, with_comms=True)
 
     assert [len(row) for row in plain] == [2 * 2 * 4] * 2
     assert [[a for a in row if a.is_compute_op] for row in lowered] == plain
-    assert "- 1F0" in passes._format_pipeline_order(
-        dict(enumerate(passes.get_schedule_ops("1F1B", 2, 2, add_spacing=True)))
+    assert "- 1F0" in compat._format_pipeline_order(
+        dict(enumerate(compat.get_schedule_ops("1F1B", 2, 2, add_spacing=True)))
     )
 
 

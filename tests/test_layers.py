@@ -166,14 +166,14 @@ def test_the_check_sees_imports_inside_functions(tmp_path):
     # The check is worth nothing if an import can hide from it.
     path = tmp_path / "module.py"
     path.write_text(
-        "def f():\n    from torch.distributed import pipelining\n    import fxpipe.cli.demo\n"
+        "def f():\n    from torch.distributed import pipelining\n    import fxpipe.cli.train\n"
         "importlib.import_module('torch')\n"
     )
 
     assert {name for _, name in imports_of(path)} == {
         "torch.distributed",
         "torch.distributed.pipelining",
-        "fxpipe.cli.demo",
+        "fxpipe.cli.train",
         "torch",
     }
 

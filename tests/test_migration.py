@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fxpipe
 import fxpipe.microbatch
 import fxpipe.schedules
-from fxpipe.compat.passes import get_schedule_ops
+from fxpipe.compat import get_schedule_ops
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migration.md").read_text()
 TABLE = PAGE.partition("| torch.distributed.pipelining | fxpipe |")[2].partition("\n\n")[0]

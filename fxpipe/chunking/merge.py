@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from fxpipe.chunking.caches import open_cache
 from fxpipe.chunking.specs import (
     CustomReducer,
     Replicate,
@@ -39,7 +38,7 @@ from fxpipe.chunking.specs import (
     not_a_spec,
     spec_text,
 )
-from fxpipe.chunking.tree import Node, Path, Template, build, open_node, path_text
+from fxpipe.chunking.tree import Node, Path, Template, build, open_cache, open_node, path_text
 from fxpipe.chunking.values import describe, is_dtensor, join
 from fxpipe.errors import InputError
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from fxpipe.chunking.objects import hidden_rows
 from fxpipe.chunking.specs import (
     Replicate,
     TensorChunkSpec,
@@ -28,7 +27,16 @@ from fxpipe.chunking.specs import (
     spec_text,
 )
 from fxpipe.chunking.tree import Path, Template, build, open_node, path_text
-from fxpipe.chunking.values import Deal, cut, deal_of, describe, is_value, num_dims, num_rows
+from fxpipe.chunking.values import (
+    Deal,
+    cut,
+    deal_of,
+    describe,
+    hidden_rows,
+    is_value,
+    num_dims,
+    num_rows,
+)
 from fxpipe.errors import InputError
 from fxpipe.torch_inside import version_of
 

@@ -4,12 +4,17 @@ A container is anything `torch.utils._pytree` knows (registered classes included
 beyond that, every dataclass, mutable mapping and list subclass: users pass those without
 registering them, and what is not opened cannot be split. Tensors, `BlockMask`s (also
 where someone registered them) and all else are leaves.
+
+Outputs may hold key-value caches of Hugging Face models. Those that grow are opened
+(`open_cache`): of these every attribute is known. One with a fixed number of rows, quantized or
+offloaded keys, or another class is a leaf like any object, and is refused by name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from fxpipe.torch_inside import pytree
 
-__all__ = ["Node", "Path", "Template", "build", "open_node", "path_text"]
+__all__ = ["Node", "Path", "Template", "build", "open_cache", "open_node", "path_text"]
 
 
 class Node(NamedTuple):
@@ -123,3 +128,22 @@ def _replace_items(value: Any, keys: list[Any], new: list[Any]) -> Any:
     for key, child in zip(keys, new, strict=True):
         result[key] = child
     return result
+
+
+_GROWING = ("DynamicCache", "EncoderDecoderCache", "DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+def open_cache(value: Any) -> Node | None:
+    """The attributes of a cache, or of a layer of one; None for all else."""
+    module = sys.modules.get("transformers.cache_utils")
+    kinds = [getattr(module, name, None) for name in _GROWING] if module else []
+    if type(value) not in kinds or getattr(value, "offloading", False):
+        return None
+    names = list(vars(value))
+
+    def rebuild(new: list[Any]) -> Any:
+        made = copy.copy(value)
+        vars(made).update(zip(names, new, strict=True))
+        return made
+
+    return Node("attr", names, list(vars(value).values()), rebuild)

@@ -7,12 +7,17 @@ A `DTensor` that is sharded along its batch dimension is cut on every rank by it
 without communication: a microbatch then holds some rows of every shard, not the first
 rows of the whole. `Deal` has the sizes of the shards, so that a caller can see whether
 two values were dealt alike.
+
+Any other object (a numpy array, a key-value cache, an unregistered class) cannot be cut, and
+repeating it is only safe if nothing in it goes with the rows of the batch: `hidden_rows`.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +33,7 @@ __all__ = [
     "deal_of",
     "describe",
     "even_parts",
+    "hidden_rows",
     "is_dtensor",
     "is_value",
     "join",
@@ -238,3 +244,35 @@ def _shifted(mask_mod: Callable[..., Any], start: int, device: torch.device) -> 
         return mask_mod(b + offset, h, q_idx, kv_idx)
 
     return shifted_mask_mod
+
+
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.Size, torch.Generator, torch.nn.Module),
+    *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),
+)
+
+
+def hidden_rows(value: Any, depth: int = 4) -> str | None:
+    """What an object that cannot be opened (an array, a cache) holds that has rows."""
+    if isinstance(value, _PLAIN) or depth == 0:
+        return None
+    if isinstance(value, torch.Tensor):
+        return describe(value) if value.dim() > 0 and value.size(0) > 1 else None
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape and shape[0] != 1:
+        return f"an array of shape {tuple(shape)}"
+    return next(filter(None, (hidden_rows(part, depth - 1) for part in _parts(value))), None)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for kind in type(value).__mro__:
+            slots = getattr(kind, "__slots__", ())
+            names = [slots] if isinstance(slots, str) else slots
+            yield from (getattr(value, name) for name in names if hasattr(value, name))

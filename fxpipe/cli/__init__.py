@@ -27,7 +27,7 @@ def main() -> None:
         )
         raise SystemExit(1)
     from fxpipe.cli.commands import app
-    from fxpipe.cli.ranks.launch import NO_NUMPY, arguments_of_rank
+    from fxpipe.cli.launch import NO_NUMPY, arguments_of_rank
 
     warnings.filterwarnings("ignore", NO_NUMPY)
     app(arguments_of_rank(), prog_name="fxpipe")

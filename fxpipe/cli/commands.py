@@ -15,16 +15,14 @@ from typer.core import TyperGroup
 
 from fxpipe import logs
 from fxpipe.cli import schedule as schedule_commands
-from fxpipe.cli.check import check, check_examples
-from fxpipe.cli.demo import demo, demo_examples
 from fxpipe.cli.doctor import doctor, doctor_examples
+from fxpipe.cli.launch import ARGUMENTS, record_failure
 from fxpipe.cli.output import print_error
 from fxpipe.cli.plan import plan, plan_examples
-from fxpipe.cli.ranks.launch import ARGUMENTS, record_failure
 from fxpipe.cli.report import report, report_examples
 from fxpipe.cli.simulate import simulate, simulate_examples
-from fxpipe.cli.trace import draw, draw_examples, trace, trace_examples
-from fxpipe.cli.train import train, train_examples
+from fxpipe.cli.trace import check, check_examples, draw, draw_examples, trace, trace_examples
+from fxpipe.cli.train import demo, demo_examples, train, train_examples
 from fxpipe.errors import FxpipeError
 
 __all__ = ["app"]

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from fxpipe.cli.launch import RankFailedError, is_rank, run_again
 from fxpipe.cli.options import AsJson
 from fxpipe.cli.output import examples, make_table, out, print_json, working
-from fxpipe.cli.ranks.launch import RankFailedError, is_rank, run_again
 from fxpipe.errors import FxpipeError
 
 __all__ = ["Check", "doctor", "doctor_examples"]
@@ -72,7 +72,7 @@ def doctor(
 def _check_rank() -> None:
     """Train one step on two processes, beside the plain model."""
     from fxpipe.cli.named.models import ModelRequest
-    from fxpipe.cli.ranks.training import Trainer, TrainSettings
+    from fxpipe.cli.trainer import Trainer, TrainSettings
 
     settings = TrainSettings(
         ModelRequest("gpt"), "1F1B", 2, 2, 4, batch=8, steps=1, device="cpu", compare=True

@@ -92,9 +92,9 @@ def _pipe_of(plan: Plan) -> tuple[Pipe | None, list[float] | None]:
 
 def draw_what_if(rows: Sequence[tuple[str, Plan | None]], path: str | os.PathLike[str]) -> Path:
     """Draw `what_if`: how many rows per second and rank each change makes, as bars."""
-    from fxpipe.viz.drawing.files import write_scene
-    from fxpipe.viz.drawing.palette import LIGHT
-    from fxpipe.viz.drawing.scene import Box, Item, Label, Scene
+    from fxpipe.viz.palette import LIGHT
+    from fxpipe.viz.scene import Box, Item, Label, Scene
+    from fxpipe.viz.svg import write_scene
 
     look, left, widest = LIGHT, 270.0, 380.0
     rates = [0.0 if plan is None else plan.throughput / plan.num_ranks for _, plan in rows]

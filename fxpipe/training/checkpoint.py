@@ -42,13 +42,14 @@ from fxpipe.training.state import (
     check_optimizers,
     check_plain,
     digests,
+    gloo_world,
     optimizer_state,
     parts_of,
     random_state,
     set_random_state,
+    together,
 )
 from fxpipe.training.storage import PLAIN, Reader, Writer, as_tensor, in_words, newest, next_name
-from fxpipe.training.together import gloo_world, together
 
 __all__ = ["Restored", "load_checkpoint", "save_checkpoint"]
 

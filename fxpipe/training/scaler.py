@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.control.control import agree
-from fxpipe.training.state import HasStages
-from fxpipe.training.together import together
+from fxpipe.training.state import HasStages, together
 
 __all__ = ["GradScaler"]
 

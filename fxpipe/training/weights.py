@@ -25,8 +25,7 @@ from fxpipe.runtime.control.control import agree, agree_on
 from fxpipe.runtime.parameters.tied import plain_name
 from fxpipe.runtime.stage.stage_kind import TracedFront
 from fxpipe.torch_inside import buffers_of, parameters_of
-from fxpipe.training.state import Part, Source, check_memory, parts_of, stages_of
-from fxpipe.training.together import together
+from fxpipe.training.state import Part, Source, check_memory, parts_of, stages_of, together
 
 __all__ = ["load_weights", "materialize", "save_weights"]
 

@@ -12,11 +12,10 @@ from typing import Unpack
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
-from fxpipe.viz.drawing.files import PICTURES, write_scene
-from fxpipe.viz.drawing.svg import write_svg
 from fxpipe.viz.pipe_picture.columns import lay_out_pipe
 from fxpipe.viz.pipe_picture.outline import Depth, Figures, Outline, make_outline
 from fxpipe.viz.pipe_picture.text_graph import write_dot, write_mermaid
+from fxpipe.viz.svg import PICTURES, write_scene, write_svg
 
 __all__ = ["draw_pipe", "pipe_svg"]
 

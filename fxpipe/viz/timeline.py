@@ -14,9 +14,8 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Edges, Program, Span, StageCosts, Timeline, simulate
-from fxpipe.viz.drawing.files import PICTURES, write_scene
-from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.svg import write_svg
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.svg import PICTURES, write_scene, write_svg
 from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
 from fxpipe.viz.timeline_picture.terminal import timeline_text
 from fxpipe.viz.timeline_picture.trace_events import write_trace_events

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe.cli import demo
+from fxpipe.cli import train
 from fxpipe.errors import FxpipeError
 from tests.cli.run import fxpipe
 
@@ -35,14 +35,14 @@ def test_trains_beside_the_plain_model_and_draws(
 
 def test_other_gradients_are_a_failure() -> None:
     with pytest.raises(FxpipeError, match=r"differ from the plain model's by 2\.0e-03"):
-        demo.check_difference(2e-3)
+        train.check_difference(2e-3)
     with pytest.raises(FxpipeError, match=r"differ from the plain model's by nan"):
-        demo.check_difference(float("nan"))
-    demo.check_difference(1e-10)
+        train.check_difference(float("nan"))
+    train.check_difference(1e-10)
 
 
 def test_the_model_is_given_numbers_in_order() -> None:
-    rows, target = demo.counting(3, seed=1), demo.counting_target(3, seed=1)
+    rows, target = train.counting(3, seed=1), train.counting_target(3, seed=1)
 
     assert ((rows[:, 1:] - rows[:, :-1]) % 64 == 1).all()
     assert (target[:, :-1] == rows[:, 1:]).all()

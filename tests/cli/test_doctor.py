@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.cli import doctor
-from fxpipe.cli.ranks.launch import RankFailedError
+from fxpipe.cli.launch import RankFailedError
 from tests.cli.run import fxpipe, fxpipe_json
 
 

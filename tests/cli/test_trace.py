@@ -82,3 +82,12 @@ def test_pictures_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     assert "the name must end with one of" in fails("draw", model, "--out", "pipe.bmp")
     assert "it is a folder; name a file" in fails("draw", model, "--out", str(tmp_path))
     assert "Invalid value for '--depth'" in fails("draw", model, "--depth", "all", code=2)
+
+
+def test_the_runs_are_listed_with_their_results() -> None:
+    found = fxpipe_json("check", "gpt", "--stages", "2", "--quick")
+
+    assert found["equal"] is True
+    assert [row["result"] for row in found["runs"]] == ["equal"] * 5
+    assert found["runs"][0]["run"] == "the example"
+    assert found["runs"][-1]["run"].startswith("a second call")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fxpipe import LocalGroup, PipelineStage, Schedule1F1B, ScheduleError, ScheduleGPipe
-from fxpipe.schedules.overrides import FIXED
+from fxpipe.schedules.base import FIXED
 
 
 def stages(kind: type[PipelineStage] = PipelineStage) -> list[PipelineStage]:

@@ -28,10 +28,12 @@ from torch import nn
 
 from fxpipe.cli.named.references import find_attribute, load_module, load_object, parse_reference
 from fxpipe.errors import InputError
+from fxpipe.planner.known_models import KNOWN, known_model
 
 __all__ = [
     "FactoryModel",
     "Inputs",
+    "KnownModel",
     "ModelRequest",
     "NamedModel",
     "as_inputs",
@@ -82,12 +84,8 @@ def resolve(request: ModelRequest) -> NamedModel:
         from fxpipe.cli.named.huggingface import HuggingFaceModel
 
         return HuggingFaceModel(request)
-    if not {".", ":", "/"} & set(request.name):
-        from fxpipe.cli.named.known import KnownModel
-        from fxpipe.planner.known_models import KNOWN
-
-        if request.name.lower() in KNOWN:
-            return KnownModel(request)
+    if request.name.lower() in KNOWN:
+        return KnownModel(request)
     return FactoryModel(request)
 
 
@@ -298,3 +296,38 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+
+
+class KnownModel(NamedModel):
+    """A published model by its name; it exists on the meta device only."""
+
+    is_built_on_meta_by_default = True
+
+    def __init__(self, request: ModelRequest) -> None:
+        super().__init__(request)
+        self.sizes = KNOWN[request.name.lower()]
+
+    @property
+    def title(self) -> str:
+        return self.request.name
+
+    @property
+    def length(self) -> int:
+        return self.request.seq or self.sizes.length
+
+    def build(self, *, meta: bool = True) -> nn.Module:
+        if not meta:
+            raise InputError(f"{self.title} has no weights here: it is for planning only")
+        return known_model(self.sizes, sequence=self.length, dtype=self.request.torch_dtype)[0]
+
+    def _make(self) -> Any:
+        return self.build()
+
+    def _own_inputs(self, batch: int, seed: int) -> Any:
+        return (torch.zeros(batch, self.length, dtype=torch.long, device="meta"),)
+
+    def _own_target(self, batch: int, seed: int) -> Any:
+        return torch.zeros(batch, self.length, dtype=torch.long, device="meta")
+
+    def _own_loss(self) -> Callable[..., Any]:
+        raise InputError(f"{self.title} has no weights here: it is for planning only")

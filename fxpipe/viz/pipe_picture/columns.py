@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fxpipe.viz.drawing.palette import LIGHT
-from fxpipe.viz.drawing.scene import (
+from fxpipe.viz.palette import LIGHT
+from fxpipe.viz.pipe_picture.links import Letters, draw_lanes, find_lanes, give_letters
+from fxpipe.viz.pipe_picture.outline import Crossing, Outline
+from fxpipe.viz.pipe_picture.stage_box import StageBox, draw_stage, stage_width
+from fxpipe.viz.scene import (
     Item,
     Label,
     Line,
@@ -28,10 +31,6 @@ from fxpipe.viz.drawing.scene import (
     moved,
     text_width,
 )
-from fxpipe.viz.pipe_picture.lanes import draw_lanes, find_lanes
-from fxpipe.viz.pipe_picture.letters import Letters, give_letters
-from fxpipe.viz.pipe_picture.outline import Crossing, Outline
-from fxpipe.viz.pipe_picture.stage_box import StageBox, draw_stage, stage_width
 
 __all__ = ["lay_out_pipe"]
 

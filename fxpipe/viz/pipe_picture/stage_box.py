@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.viz.drawing.palette import LIGHT
-from fxpipe.viz.drawing.scene import Box, Item, Label, Line, fit_text, text_width
+from fxpipe.viz.palette import LIGHT
 from fxpipe.viz.pipe_picture.outline import Outline, StageOutline
 from fxpipe.viz.pipe_picture.parts import Part
+from fxpipe.viz.scene import Box, Item, Label, Line, fit_text, text_width
 
 __all__ = ["StageBox", "draw_stage", "pack_intervals", "stage_width"]
 

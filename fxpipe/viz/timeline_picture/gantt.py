@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
-from fxpipe.viz.drawing.numbers import PLAIN, Unit, nice_ticks
-from fxpipe.viz.drawing.palette import LIGHT, LOOKS, shade, shades
-from fxpipe.viz.drawing.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
+from fxpipe.viz.numbers import PLAIN, Unit, nice_ticks
+from fxpipe.viz.palette import LIGHT, LOOKS, shade, shades
+from fxpipe.viz.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
 from fxpipe.viz.timeline_picture.spans import (
     Frame,
     Labels,

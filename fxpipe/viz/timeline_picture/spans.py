@@ -6,20 +6,22 @@ time is a box in two halves. A hatch covers the foot of a box only, below its la
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.program import Action, Kind, Span
-from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import LOOKS, ON_COLOUR, mix, shade
-from fxpipe.viz.drawing.scene import Area, Box, Item, Label, text_width
+from fxpipe.program import Action, Edges, Kind, Span, Value, reads, writes
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.palette import LOOKS, ON_COLOUR, mix, shade
+from fxpipe.viz.scene import Area, Box, Item, Label, text_width
 
 __all__ = [
     "Frame",
     "Labels",
     "draw_box",
     "draw_span",
+    "edges_or_chain",
+    "find_dependencies",
     "label_of",
     "label_size",
     "pack_lanes",
@@ -151,3 +153,41 @@ def tip_of(span: Span, time: Unit) -> str:
     took = time.text(span.end - span.start)
     lines.append(f"rank {span.rank}, from {time.text(span.start)}, takes {took}")
     return "\n".join(lines)
+
+
+def find_dependencies(
+    spans: Sequence[Span], edges: Edges | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """For each span, the indices of the spans it reads from, in the order of its reads."""
+    edges = edges_or_chain(spans, edges)
+    here: dict[tuple[int, Value], int] = {}
+    made: dict[Value, int] = {}
+    sent: dict[Value, int] = {}
+    for index, (_, action, _, _) in enumerate(spans):
+        if not action.kind.is_recv:
+            made.update((value, index) for value in writes(action, edges))
+        if action.kind.is_send:
+            sent.update((value, index) for value in reads(action, edges))
+    found: list[tuple[int, ...]] = []
+    for index, (rank, action, _, _) in enumerate(spans):
+        if action.kind.is_recv:
+            sources = [sent.get(value) for value in writes(action, edges)]
+        else:
+            sources = [here.get((rank, v), made.get(v)) for v in reads(action, edges)]
+        found.append(tuple(dict.fromkeys(i for i in sources if i is not None)))
+        # A residual that comes back from the host is written once more.
+        here.update(((rank, value), index) for value in writes(action, edges))
+    return tuple(found)
+
+
+def edges_or_chain(spans: Sequence[Span], edges: Edges | None) -> Edges:
+    """The edges given, or a chain of all the stages that occur."""
+    if edges is not None:
+        return edges
+    stages = (
+        stage
+        for span in spans
+        for part in span.action.parts or (span.action,)
+        for stage in (part.stage, part.peer or 0)
+    )
+    return Edges.chain(1 + max(stages, default=0))

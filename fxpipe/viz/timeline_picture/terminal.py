@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
-from fxpipe.viz.drawing.numbers import Unit, nice_ticks
-from fxpipe.viz.drawing.palette import LOOKS, ON_COLOUR, shade, shades
+from fxpipe.viz.numbers import Unit, nice_ticks
+from fxpipe.viz.palette import LOOKS, ON_COLOUR, shade, shades
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

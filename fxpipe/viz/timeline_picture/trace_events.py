@@ -16,10 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fxpipe.program import Action, Edges, Kind, Span, Timeline
-from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import LOOKS
-from fxpipe.viz.timeline_picture.dependencies import find_dependencies
-from fxpipe.viz.timeline_picture.spans import pack_lanes
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.palette import LOOKS
+from fxpipe.viz.timeline_picture.spans import find_dependencies, pack_lanes
 
 __all__ = ["write_trace_events"]
 

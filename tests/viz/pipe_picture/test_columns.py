@@ -3,10 +3,10 @@ from itertools import combinations
 
 import pytest
 
-from fxpipe.viz.drawing.palette import LIGHT
-from fxpipe.viz.drawing.scene import Box, Label, Line, label_extent
-from fxpipe.viz.drawing.svg import write_svg
+from fxpipe.viz.palette import LIGHT
 from fxpipe.viz.pipe_picture.columns import lay_out_pipe
+from fxpipe.viz.scene import Box, Label, Line, label_extent
+from fxpipe.viz.svg import write_svg
 from tests.viz.pipes import long_outline, outline_of, shared_outline
 
 CASES = [

@@ -6,9 +6,9 @@ import pytest
 
 from fxpipe.program import Kind, Timeline
 from fxpipe.program.generators import SCHEDULES
-from fxpipe.viz.drawing.numbers import Unit
-from fxpipe.viz.drawing.palette import LOOKS, ON_COLOUR, shade
-from fxpipe.viz.drawing.scene import Area, Box, Label, Line, label_extent
+from fxpipe.viz.numbers import Unit
+from fxpipe.viz.palette import LOOKS, ON_COLOUR, shade
+from fxpipe.viz.scene import Area, Box, Label, Line, label_extent
 from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
 from fxpipe.viz.timeline_picture.spans import pack_lanes
 from tests.viz.timelines import lowered_timeline, sharded_timeline, timeline_of

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from fxpipe.cli import app
-from fxpipe.cli.ranks import launch
-from fxpipe.cli.ranks.launch import RankFailedError, record_failure, run_again
+from fxpipe.cli import app, launch
+from fxpipe.cli.launch import RankFailedError, record_failure, run_again
 from fxpipe.errors import InputError, RemoteStageError
 
 
@@ -43,7 +42,7 @@ def test_arguments_reach_torchrun_as_they_were_given(
 ) -> None:
     code = (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='3')\n"
-        "from fxpipe.cli.ranks.launch import arguments_of_rank; print(arguments_of_rank())"
+        "from fxpipe.cli.launch import arguments_of_rank; print(arguments_of_rank())"
     )
     monkeypatch.setattr(launch, "_TORCHRUN", code)
 

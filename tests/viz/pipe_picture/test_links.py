@@ -1,4 +1,4 @@
-from fxpipe.viz.pipe_picture.letters import Letters, _letter, give_letters
+from fxpipe.viz.pipe_picture.links import Letters, _letter, give_letters
 from tests.viz.pipes import outline_of, shared_outline
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from fxpipe.viz.drawing.scene import Label, Line, arrow_head, fit_text, label_extent, text_width
+from fxpipe.viz.scene import Label, Line, arrow_head, fit_text, label_extent, text_width
 
 
 def test_wide_letters_take_more_room():

@@ -2,7 +2,7 @@ from dataclasses import astuple
 from itertools import combinations
 
 from fxpipe.program import Kind
-from fxpipe.viz.drawing.palette import DARK, LIGHT, LOOKS, ON_COLOUR, mix, shade, shades
+from fxpipe.viz.palette import DARK, LIGHT, LOOKS, ON_COLOUR, mix, shade, shades
 from tests.viz.timelines import timeline_of
 
 

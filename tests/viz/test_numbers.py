@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 
 from fxpipe.errors import FxpipeError
-from fxpipe.viz.drawing.numbers import Unit, nice_ticks
+from fxpipe.viz.numbers import Unit, nice_ticks
 
 
 @pytest.mark.parametrize(

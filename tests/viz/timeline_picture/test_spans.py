@@ -1,5 +1,5 @@
 from fxpipe.program import Edges, Program, lower, simulate
-from fxpipe.viz.timeline_picture.dependencies import edges_or_chain, find_dependencies
+from fxpipe.viz.timeline_picture.spans import edges_or_chain, find_dependencies
 
 
 def named(timeline, edges=None):

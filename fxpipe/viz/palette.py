@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxpipe.program import Kind, Span
-from fxpipe.viz.drawing.scene import Hatch
+from fxpipe.viz.scene import Hatch
 
 __all__ = ["DARK", "LIGHT", "LOOKS", "ON_COLOUR", "Look", "Theme", "mix", "shade", "shades", "tone"]
 

@@ -1,1 +1,0 @@
-"""Start the ranks of a run, and what each of them does."""

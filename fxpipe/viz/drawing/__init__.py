@@ -1,1 +1,0 @@
-"""Pictures as data, and the files they become."""

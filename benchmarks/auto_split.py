@@ -21,8 +21,8 @@ from torch import nn
 
 import models
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.graph.capture.traced_graph import TracedGraph
+from fxpipe.graph.markers import choose_opened
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.stage_numbers import numbers_of
 from fxpipe.planner.cost.training import Training

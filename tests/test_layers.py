@@ -61,7 +61,7 @@ EXCEPTIONS = {
 # package itself are named one by one; the result of all rooms comes last.
 ROOMS = {
     "graph": (
-        {"interface", "dims", "inputs", "markers", "nested", "source_line", "facts", "arguments"},
+        {"interface", "dims", "inputs", "markers", "nested", "source_line", "facts"},
         {"sizes"},
         {"sandbox"},
         {"guard"},

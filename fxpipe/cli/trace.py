@@ -21,7 +21,7 @@ from fxpipe.cli.output import (
 from fxpipe.errors import TraceError
 
 if TYPE_CHECKING:
-    from fxpipe.graph.check.report import CheckReport
+    from fxpipe.graph.check.check import CheckReport
 
 __all__ = ["check", "check_examples", "draw", "draw_examples", "trace", "trace_examples"]
 
@@ -111,7 +111,7 @@ def check(
     """
     from fxpipe.cli.named.models import resolve
     from fxpipe.cli.named.pipes import split_pipe
-    from fxpipe.graph.check.report import Budget, CheckReport
+    from fxpipe.graph.check.check import Budget, CheckReport
     from fxpipe.graph.pipe import check_pipe
 
     named = resolve(model.request())

@@ -1,14 +1,15 @@
-"""What is known about the nodes of a graph, in a table beside the graph.
+"""The nodes of a graph: what is known about them, and their arguments.
 
-fx has a dict on every node for such things; a typed record in a table of its own says what
+fx has a dict on every node for what passes know; a typed record in a table of its own says what
 there is to know, and a pass cannot leave something behind that nobody expects. The table
-goes by the names of the nodes, which copies of a graph keep.
+goes by the names of the nodes, which copies of a graph keep. Arguments are nested tuples, lists,
+dicts and slices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import walk
 from fxpipe.graph.source_line import Place
 
-__all__ = ["Ambient", "Facts", "NodeFacts", "Region"]
+__all__ = [
+    "Ambient",
+    "Facts",
+    "NodeFacts",
+    "Region",
+    "leaves_of",
+    "map_arguments",
+    "map_pairs",
+    "new_graph",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,3 +125,49 @@ class Facts:
             if self[user].is_part and user.args[0] is node and user.args[1:] == (key,):
                 return user
         return None
+
+
+def new_graph() -> fx.Graph:
+    """Return an empty graph, none of whose nodes will be called `self`."""
+    graph = fx.Graph()
+    graph.erase_node(graph.placeholder("self"))
+    return graph
+
+
+def map_arguments(change: Callable[[Any], Any], args: Any) -> Any:
+    """Return arguments of the same structure with `change` applied to each leaf."""
+    if isinstance(args, (tuple, list)):
+        return _sequence(args, [map_arguments(change, part) for part in args])
+    if isinstance(args, dict):
+        return {key: map_arguments(change, part) for key, part in args.items()}
+    if isinstance(args, slice):
+        return slice(*(map_arguments(change, p) for p in (args.start, args.stop, args.step)))
+    return change(args)
+
+
+def leaves_of(args: Any) -> Iterator[Any]:
+    """Yield what is inside arguments, in order."""
+    if isinstance(args, (tuple, list)):
+        for part in args:
+            yield from leaves_of(part)
+    elif isinstance(args, dict):
+        yield from leaves_of(tuple(args.values()))
+    elif isinstance(args, slice):
+        yield from leaves_of((args.start, args.stop, args.step))
+    else:
+        yield args
+
+
+def map_pairs(join: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Return arguments made of two that may differ; `join` gets what does not line up."""
+    if isinstance(left, (tuple, list)) and type(left) is type(right) and len(left) == len(right):
+        parts = [map_pairs(join, a, b) for a, b in zip(left, right, strict=True)]
+        return _sequence(left, parts)
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        return {key: map_pairs(join, left[key], right[key]) for key in left}
+    return join(left, right)
+
+
+def _sequence(like: Any, parts: list[Any]) -> Any:
+    # A named tuple takes its fields one by one.
+    return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

@@ -26,7 +26,7 @@ import torch
 
 from fxpipe.errors import InputError, SplitError
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.check.report import CheckReport
+from fxpipe.graph.check.check import CheckReport
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.dims import text

@@ -1,8 +1,11 @@
-"""Where a user asks for a split: `pipe_split()` in a forward, or a module's name.
+"""Where a user asks for a split, and which modules have to be opened for it.
 
 `pipe_split()` does nothing in ordinary runs. While a model is captured it tells
 the capture that is active in this thread. Names in a `split_spec` are checked
 here against the model before anything runs; nothing is attached to the model.
+
+A module is opened only if a cut has to fall inside it; every other module stays
+one call. Opening comes before the trace, and a policy cuts what was traced.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import difflib
 import enum
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -18,7 +21,15 @@ from torch import nn
 
 from fxpipe.errors import SplitError, UnknownModuleError
 
-__all__ = ["SplitPoint", "annotate_split_points", "check_split_spec", "listening", "pipe_split"]
+__all__ = [
+    "SplitPoint",
+    "ancestors",
+    "annotate_split_points",
+    "check_split_spec",
+    "choose_opened",
+    "listening",
+    "pipe_split",
+]
 
 
 class SplitPoint(enum.Enum):
@@ -80,3 +91,41 @@ def check_split_spec(module: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
         unknown = any(name not in known for name in spec)
         kind = UnknownModuleError if unknown else SplitError
         raise kind("split_spec does not fit the model:\n  " + "\n  ".join(faults))
+
+
+def ancestors(names: Iterable[str]) -> set[str]:
+    """Return the names of all modules around the given ones, the model ("") included."""
+    found = {""}
+    for name in names:
+        parts = name.split(".")
+        found |= {".".join(parts[:end]) for end in range(1, len(parts))}
+    return found
+
+
+def choose_opened(module: nn.Module, num_stages: int, whole: Collection[str] = ()) -> set[str]:
+    """Return the modules to open so that `num_stages` equal stages become possible.
+
+    The heaviest module is opened as long as it holds more than half a stage's
+    share of the parameters and has parts to spread. Those named in `whole` stay closed.
+    """
+    opened = {""}
+    parts = {name: _weight(child) for name, child in module.named_children()}
+    total = sum(parts.values()) or 1
+    while parts:
+        name, weight = max(parts.items(), key=lambda item: item[1])
+        children = dict(module.get_submodule(name).named_children())
+        if weight * num_stages <= total and len(parts) >= num_stages:
+            break
+        if weight * 2 * num_stages <= total:
+            break
+        del parts[name]
+        if children and weight and name not in whole:
+            opened.add(name)
+            parts.update({f"{name}.{key}": _weight(child) for key, child in children.items()})
+        elif not any(_weight(module.get_submodule(other)) for other in parts):
+            break
+    return opened
+
+
+def _weight(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -16,20 +16,36 @@ from torch import nn
 
 from fxpipe.errors import InputError, SplitError, TraceError
 from fxpipe.graph.capture.capture import capture, capture_for
-from fxpipe.graph.capture.opening import ancestors, choose_opened
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.check.check import Checkable, check_runs
-from fxpipe.graph.check.report import Budget, CheckReport, read_budget
-from fxpipe.graph.check.smaller import check_same_decisions
+from fxpipe.graph.check.check import (
+    Budget,
+    Checkable,
+    CheckReport,
+    check_runs,
+    check_same_decisions,
+    read_budget,
+)
 from fxpipe.graph.check.variants import all_variants, few_variants
 from fxpipe.graph.cut.cut import Assignment, by_markers, cut
-from fxpipe.graph.cut.stage_module import StageModule, build_modules, find_tied
-from fxpipe.graph.cut.whole_module import graph_of_stages, load_parts, merged_state
+from fxpipe.graph.cut.stage_module import (
+    StageModule,
+    build_modules,
+    find_tied,
+    graph_of_stages,
+    load_parts,
+    merged_state,
+)
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.flops import forward_flops
 from fxpipe.graph.info import PipeInfo
 from fxpipe.graph.interface import StageEdge, StageInterface, Tied, check_interfaces, edges_of
-from fxpipe.graph.markers import SplitPoint, annotations_of, check_split_spec
+from fxpipe.graph.markers import (
+    SplitPoint,
+    ancestors,
+    annotations_of,
+    check_split_spec,
+    choose_opened,
+)
 from fxpipe.graph.pipe_text import readable, table
 
 __all__ = ["Pipe", "PipeInfo", "Stage", "check_pipe", "pipeline"]

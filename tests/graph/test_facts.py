@@ -1,6 +1,7 @@
 """What is known about nodes is in the table of facts, and nowhere else."""
 
 import copy
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.facts import Facts, NodeFacts
+from fxpipe.graph.facts import Facts, NodeFacts, leaves_of, map_arguments, map_pairs
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.pipe import pipeline
@@ -76,3 +77,22 @@ def test_nothing_is_known_about_a_node_without_an_entry():
     facts.learn(node, spec=(TensorSpec((2,), torch.float32, True), 3))
     assert facts.has_gradient(node)
     assert [str(spec) for spec in facts.tensors(node)] == ["float32[2]"]
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_arguments_keep_their_structure():
+    args = ([1, (2, slice(3, None, 4))], {"a": Pair(5, 6)})
+
+    assert map_arguments(lambda leaf: leaf and leaf * 10, args) == (
+        [10, (20, slice(30, None, 40))],
+        {"a": Pair(50, 60)},
+    )
+    assert list(leaves_of(args)) == [1, 2, 3, None, 4, 5, 6]
+
+
+def test_pairs_that_do_not_line_up_are_joined_whole():
+    found = map_pairs(lambda a, b: (a, b), ([1, 2], {"k": (3,)}), ([1, 4], {"k": (3, 5)}))
+
+    assert found == ([(1, 1), (2, 4)], {"k": ((3,), (3, 5))})

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.auto_split import balance
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.markers import choose_opened
 from tests.planner.zoo import NAMES, example
 
 

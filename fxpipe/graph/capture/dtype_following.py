@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.graph.arguments import leaves_of, map_pairs
 from fxpipe.graph.calls.graph_calls import AgreedDtype, TracedDtype, dtype_of
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.facts import Ambient, Facts
+from fxpipe.graph.facts import Ambient, Facts, leaves_of, map_pairs
 from fxpipe.graph.nested import map_leaves
 
 __all__ = [

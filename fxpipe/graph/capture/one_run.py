@@ -28,7 +28,7 @@ from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
 from fxpipe.graph.nested import map_leaves, walk
-from fxpipe.graph.record.python_random import watched_draws
+from fxpipe.graph.record.constant_values import watched_draws
 from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph.arguments import map_pairs
 from fxpipe.graph.calls.graph_calls import AgreedSizes, GraphCall, Kept, Refusal
+from fxpipe.graph.facts import map_pairs
 from fxpipe.graph.guard.reads import find
 from fxpipe.graph.nested import closed_over, is_atom
 from fxpipe.graph.record.recorder import Trace

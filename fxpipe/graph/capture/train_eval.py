@@ -24,10 +24,9 @@ from typing import Any
 from torch import fx
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.arguments import map_pairs
 from fxpipe.graph.calls.graph_calls import Constant, Rebuild
 from fxpipe.graph.capture.traced_graph import TracedGraph
-from fxpipe.graph.facts import Facts
+from fxpipe.graph.facts import Facts, map_pairs
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import walk
 

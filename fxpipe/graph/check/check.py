@@ -1,36 +1,60 @@
 """Compare a pipe with its model: run both, in several ways, and let nothing differ.
 
-In:  the model, the stages and how to run them, the example call.
+In:  the model, the stages and how to run them, the example call, a `Budget`.
 Out: a `CheckReport` of what was equal and what was not looked at; or a `TraceError` that
      names the first value that differs and the line that made it.
 
 Each run of the plain model is followed by one of the pipe with the same inputs, seed and
 modes. Runs are left out when the budget of time is used up. A plain model that differs
 from itself, run twice with one seed, is not blamed on the pipe.
+
+A model that is too large to run here, or on the meta device, is checked by a smaller one:
+fewer or narrower layers, the same classes. What the two traces decided must be the same:
+which functions opened code calls at which lines, with which flags. Sizes may differ, and
+so may the number of layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.graph.check.blame import Blamed, Notes, blame, note_plain, note_stages
-from fxpipe.graph.check.compare import Difference, first_difference, noted_differences
+from fxpipe.errors import FxpipeError, InputError, TraceError
+from fxpipe.graph.capture.traced_graph import TracedGraph
+from fxpipe.graph.check.compare import (
+    Blamed,
+    Difference,
+    Notes,
+    blame,
+    first_difference,
+    note_plain,
+    note_stages,
+    noted_differences,
+)
 from fxpipe.graph.check.outcome import Outcome, Subject
-from fxpipe.graph.check.report import Budget, CheckReport, not_checked
 from fxpipe.graph.check.variants import Call, Variant
 from fxpipe.graph.facts import Facts
 from fxpipe.graph.nested import walk
 from fxpipe.torch_inside import FakeTensor, local_tensor
 
-__all__ = ["Checkable", "check_runs", "why_not"]
+__all__ = [
+    "Budget",
+    "CheckReport",
+    "Checkable",
+    "check_runs",
+    "check_same_decisions",
+    "not_checked",
+    "read_budget",
+    "why_not",
+]
 
 _log = logging.getLogger(__name__)
 Run = Callable[[Sequence[Callable[..., Any]], tuple[Any, ...], dict[str, Any]], Any]
@@ -227,3 +251,117 @@ class _Check:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What the check of a pipe may use: seconds, and bytes beside the model's own."""
+
+    seconds: float = 2.0
+    memory: float = 1e9
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0 or self.memory <= 0:
+            raise InputError(f"a budget must be positive, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """The runs in which the plain model and the pipe were equal, and what is not known.
+
+    `refused` are runs that the pipe refuses with an error of its own, although the plain
+    model runs; `left_out` is what was not compared, and why; `noted` is what differs
+    although all values are equal: random numbers of Python or numpy.
+    """
+
+    equal: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    noted: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_checked(self) -> bool:
+        return bool(self.equal)
+
+    def lines(self) -> list[str]:
+        """The report for people, without times."""
+        found = [f"equal to the plain model: {'; '.join(self.equal)}"] if self.equal else []
+        found += [f"refused: {text}" for text in self.refused]
+        found += [f"different, with equal values: {text}" for text in self.noted]
+        return found + [f"not checked: {text}" for text in self.left_out]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def not_checked(reason: str) -> CheckReport:
+    """The report of a pipe that never ran beside its model."""
+    return CheckReport(left_out=(reason,))
+
+
+def read_budget(check: object) -> Budget | None:
+    """Turn the `check` of `pipeline` into a budget; None means no check.
+
+    Raises:
+        InputError: `check` is something else.
+    """
+    if check is False:
+        return None
+    if isinstance(check, Budget):
+        return check
+    if check is True:
+        return Budget(float("inf"), float("inf"))
+    if check == "auto":
+        return Budget()
+    raise InputError(f'check must be "auto", True, False or a Budget, got {check!r}')
+
+
+def check_same_decisions(large: TracedGraph, small: TracedGraph) -> None:
+    """Raise unless two traces took the same way through the same code.
+
+    Raises:
+        TraceError: lists what only one of them does.
+    """
+    one, other = dict(_decisions(large)), dict(_decisions(small))
+    faults = [f"  only the model itself: {one[key]}" for key in one if key not in other]
+    faults += [f"  only the small model: {other[key]}" for key in other if key not in one]
+    if faults:
+        raise TraceError(
+            "the small model of check_with does not decide as the model itself does:\n"
+            + "\n".join(faults[:6])
+            + "\ngive a small model of the same classes and settings, with inputs of the same kind"
+        )
+
+
+def _decisions(traced: TracedGraph) -> Iterator[tuple[Any, str]]:
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        place = traced.facts[node].where
+        target = _target(node)
+        flags = tuple(_flags(node.args)), tuple(sorted(_named_flags(node)))
+        shown = ", ".join([*map(str, flags[0]), *(f"{k}={v}" for k, v in flags[1])])
+        yield (str(place), target, flags), f"{target}({shown}) at {place}"
+
+
+def _target(node: fx.Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return re.sub(r"\d+", "#", name) if node.op == "call_module" else str(name)
+
+
+def _flags(args: Any) -> Iterator[Any]:
+    """What decides among the arguments: flags, words and Nones, but not numbers."""
+    for value in args:
+        if value is None or isinstance(value, (bool, str)):
+            yield str(value)
+        elif isinstance(value, (tuple, list)):
+            yield from _flags(value)
+
+
+def _named_flags(node: fx.Node) -> Iterator[tuple[str, str]]:
+    for name, value in node.kwargs.items():
+        if value is None or isinstance(value, (bool, str)):
+            yield name, str(value)
+        elif isinstance(value, fx.Node):
+            yield name, "a tensor"

@@ -20,9 +20,8 @@ from typing import Any
 from torch import fx, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from fxpipe.graph.arguments import new_graph
 from fxpipe.graph.calls.graph_calls import GraphCall, after, given
-from fxpipe.graph.facts import Facts, Region
+from fxpipe.graph.facts import Facts, Region, new_graph
 
 __all__ = ["with_checkpoints"]
 

@@ -21,12 +21,11 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.arguments import leaves_of
 from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, given
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import ModeDependent
 from fxpipe.graph.dims import symbol
-from fxpipe.graph.facts import Facts
+from fxpipe.graph.facts import Facts, leaves_of
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.nested import branch

@@ -17,7 +17,6 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.graph.arguments import map_arguments, new_graph
 from fxpipe.graph.calls.attention_masks import MaskCall, may_be_none
 from fxpipe.graph.calls.graph_calls import (
     Constant,
@@ -36,7 +35,7 @@ from fxpipe.graph.calls.graph_calls import (
 from fxpipe.graph.capture.train_eval import TrainingFlag, flag_of
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
 from fxpipe.graph.cut.flow import Flow, as_tensor
-from fxpipe.graph.facts import Ambient, Facts, NodeFacts
+from fxpipe.graph.facts import Ambient, Facts, NodeFacts, map_arguments, new_graph
 from fxpipe.graph.interface import Received, Sent, TensorSpec
 from fxpipe.graph.nested import branch, mutable_parts
 from fxpipe.graph.record.tape import WRITABLE, StageDevice

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.guard.code_reads import Asked
-from fxpipe.graph.guard.reads import MISSING, Read, Reads, find
+from fxpipe.graph.guard.reads import MISSING, Asked, Read, Reads, find
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import BUFFERS, HOOKS, PARAMETERS

@@ -20,7 +20,7 @@ from torch import nn
 
 from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
-from fxpipe.graph.record.size_following import run_following
+from fxpipe.graph.record.torch_functions import run_following
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sizes.symbols import flat
 from fxpipe.torch_inside import (

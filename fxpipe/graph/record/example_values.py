@@ -25,9 +25,9 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.calls.value_functions import ValueFunction
+from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left

@@ -32,8 +32,7 @@ from fxpipe.graph.record.leaf_sizes import OwnSizes, StandIns
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import clamped_slices
 from fxpipe.graph.sandbox.fake import FakeState, Left
-from fxpipe.graph.sandbox.made_up import another
-from fxpipe.graph.sandbox.real_run import run_real
+from fxpipe.graph.sandbox.made_up import another, run_real
 from fxpipe.graph.sandbox.restore import preserved
 from fxpipe.graph.sizes.symbols import Sizes, number_at
 from fxpipe.torch_inside import (

@@ -59,12 +59,16 @@ from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import has_tensor, is_atom, map_leaves, walk
-from fxpipe.graph.record.ambient import Surroundings
-from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
+from fxpipe.graph.record.constant_values import (
+    DECISIONS,
+    Chance,
+    Decisions,
+    ValueDecidesError,
+    is_draw,
+)
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns, run_operation
-from fxpipe.graph.record.names import Names
-from fxpipe.graph.record.python_random import Chance
+from fxpipe.graph.record.names import Names, Surroundings
 from fxpipe.graph.record.state_writes import Carried, StateWatch, moved_settings
 from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (

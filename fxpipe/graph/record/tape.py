@@ -25,7 +25,6 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.arguments import new_graph
 from fxpipe.graph.calls.graph_calls import (
     ACCESS,
     Constant,
@@ -37,7 +36,7 @@ from fxpipe.graph.calls.graph_calls import (
     overwrite,
 )
 from fxpipe.graph.calls.late_lists import LateList
-from fxpipe.graph.facts import Facts, NodeFacts
+from fxpipe.graph.facts import Facts, NodeFacts, new_graph
 from fxpipe.graph.nested import (
     SYMBOLIC,
     Accessor,
@@ -48,7 +47,7 @@ from fxpipe.graph.nested import (
     snapshot,
     walk,
 )
-from fxpipe.graph.record.python_random import Draw
+from fxpipe.graph.record.constant_values import Draw
 from fxpipe.graph.source_line import an_effect, user_frame
 from fxpipe.torch_inside import FakeTensor, memory_of
 

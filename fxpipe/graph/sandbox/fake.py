@@ -24,9 +24,8 @@ from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
-from fxpipe.graph.sandbox.made_up import another, grown
+from fxpipe.graph.sandbox.made_up import another, grown, run_real
 from fxpipe.graph.sandbox.patches import Seer, intercepted
-from fxpipe.graph.sandbox.real_run import run_real
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
 from fxpipe.graph.sizes.symbols import TracedSizes
 from fxpipe.torch_inside import (

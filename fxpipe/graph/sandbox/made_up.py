@@ -1,18 +1,31 @@
-"""Make tensors up: without data, of any size; or real ones, with values that mean nothing.
+"""Make tensors up, without data or with values that mean nothing, and run modules on them.
 
 One that requires a gradient has a history, as if computed, so that code may change it in place.
+
+`run_real` is the last resort for code that cannot run on fake tensors because it looks at
+values: it runs on made-up real ones. All state is saved and restored. If the sizes of the
+arguments are symbolic, the module runs once more at other sizes: a size of the output is a
+number, a size of the arguments, a product of two, or one of these and a number more, whichever
+fits both runs. A symbol for which none does becomes a number for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
+from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.sandbox.restore import preserved_values
+from fxpipe.graph.sizes.symbols import Values, exprs_in, number_at
+from fxpipe.torch_inside import FakeTensor, FakeTensorMode, known_sizes
 
-__all__ = ["another", "empty", "filled", "grown"]
+__all__ = ["another", "empty", "filled", "grown", "run_real"]
 
 
 def empty(
@@ -91,3 +104,136 @@ def filled(
 def grown(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor like this one that has a history."""
     return tensor.requires_grad_(True) * 1
+
+
+# Example sizes times these: divisibility is kept, and different symbols stay different.
+_FACTORS = (3, 2, 5, 7)
+
+
+def run_real(
+    mode: FakeTensorMode,
+    module: nn.Module,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    failure: BaseException,
+) -> Any:
+    """Return the outputs of a module as fake tensors.
+
+    Raises:
+        the given failure: the module fails on real tensors as well.
+    """
+    with preserved_values(module):
+        runs = _Runs(mode, call, (args, kwargs), failure)
+        free = runs.symbols
+        found = runs.output(free)
+        if found is None:  # find sizes that may change together, the batch first
+            free = []
+            for symbol in runs.symbols:
+                if runs.output([*free, symbol]) is not None:
+                    free.append(symbol)
+            runs.fix(free)
+            found = runs.output(free)
+    assert found is not None
+    return found
+
+
+class _Runs:
+    """Runs of one call at several sizes."""
+
+    def __init__(
+        self, mode: FakeTensorMode, call: Callable[..., Any], inputs: Any, failure: BaseException
+    ) -> None:
+        assert mode.shape_env is not None
+        self._mode, self._env = mode, mode.shape_env
+        self._call, self._inputs = call, inputs
+        self._exprs = exprs_in(inputs, self._env)
+        used = {symbol for expr in self._exprs for symbol in expr.free_symbols}
+        known = known_sizes(self._env)
+        if not used <= known.keys():
+            raise failure
+        self.symbols = [symbol for symbol in known if symbol in used]
+        self._hints: Values = {symbol: int(known[symbol]) for symbol in self.symbols}
+        try:
+            self._first = self._run(self._hints)
+        except Exception as error:
+            raise failure from error
+
+    def fix(self, free: Sequence[sympy.Symbol]) -> None:
+        """Make numbers of all symbols but these."""
+        for symbol in self.symbols:
+            if symbol not in free:
+                self._env.evaluate_expr(sympy.Eq(symbol, self._hints[symbol]))
+
+    def output(self, free: Sequence[sympy.Symbol]) -> Any:
+        """Return the output with sizes in terms of some symbols; None if they do not tell."""
+        others = {**self._hints, **_other_sizes(free, self._hints)}
+        try:
+            second = self._run(others) if free else self._first
+        except Exception:
+            return None
+        pairs = list(zip(walk(self._first), walk(second), strict=False))
+        same = len(pairs) == len(list(walk(second))) == len(list(walk(self._first)))
+        if not same or not all(map(_is_alike, pairs)):
+            return None
+        products = [a * b for a, b in itertools.combinations_with_replacement(free, 2)]
+        sizes = [*free, *(e for e in self._exprs if e.free_symbols <= {*free}), *products]
+        shapes = []
+        for (_, a), (_, b) in pairs:
+            dims = zip(a.shape, b.shape, strict=True) if isinstance(a, torch.Tensor) else ()
+            shape = [self._size(int(m), int(n), sizes, others) for m, n in dims]
+            if None in shape:
+                return None
+            shapes.append(shape)
+        remaining = iter(shapes)
+        with self._mode:
+            return map_leaves(lambda leaf: another(leaf, next(remaining)), self._first)
+
+    def _size(self, first: int, second: int, exprs: Sequence[Any], others: Values) -> Any:
+        if first == second:
+            return first
+        known = [(expr, _at(expr, self._hints), _at(expr, others)) for expr in exprs]
+        exact = [expr for expr, a, b in known if (a, b) == (first, second)]
+        shifted = [expr + first - a for expr, a, b in known if b - a == second - first]
+        for expr in (*exact, *shifted):
+            return self._env.create_symintnode(expr, hint=first)
+        return None
+
+    def _run(self, values: Values) -> Any:
+        memo: dict[int, torch.Tensor] = {}
+
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.SymInt):
+                return number_at(leaf, self._env, values)
+            if not isinstance(leaf, FakeTensor):
+                return leaf
+            if id(leaf) not in memo:
+                shape = [number_at(size, self._env, values) for size in leaf.shape]
+                memo[id(leaf)] = filled(leaf, shape, leaf.device)
+            return memo[id(leaf)]
+
+        args, kwargs = map_leaves(real, self._inputs)
+        return self._call(*args, **kwargs)
+
+
+def _at(expr: Any, values: Values) -> int:
+    return int(expr.xreplace(dict(values)))
+
+
+def _other_sizes(free: Sequence[sympy.Symbol], hints: Values) -> Values:
+    """Return another size for every symbol, no two alike."""
+    found: dict[sympy.Symbol, int] = {}
+    for symbol, factor in zip(free, itertools.cycle(_FACTORS), strict=False):
+        size = hints[symbol] * factor
+        while size in found.values():
+            size += hints[symbol]
+        found[symbol] = size
+    return found
+
+
+def _is_alike(pair: tuple[tuple[Any, Any], tuple[Any, Any]]) -> bool:
+    (path, a), (other_path, b) = pair
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return path == other_path and (a.dim(), a.dtype) == (b.dim(), b.dtype)
+    is_number = isinstance(a, (int, float))  # one that depends on the sizes cannot be told
+    return path == other_path and type(a) is type(b) and (not is_number or bool(a == b))

@@ -22,8 +22,8 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.dims import evaluate, free_names, plain, solve, symbol
+from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import Accessor, map_leaves, walk

@@ -19,10 +19,10 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.graph.arguments import map_arguments
 from fxpipe.graph.calls.attention_masks import may_be_none
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.dims import evaluate
+from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves
 from fxpipe.graph.record.tape import StageDevice

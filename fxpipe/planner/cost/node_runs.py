@@ -23,12 +23,11 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.graph.arguments import leaves_of, map_arguments
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.capture.train_eval import TrainingFlag
 from fxpipe.graph.cut.stage_writer import Within
 from fxpipe.graph.dims import evaluate
-from fxpipe.graph.facts import Ambient, Facts
+from fxpipe.graph.facts import Ambient, Facts, leaves_of, map_arguments
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.call_keys import module_key

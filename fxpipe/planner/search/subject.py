@@ -20,9 +20,9 @@ from torch import nn
 
 from fxpipe.errors import PlanError
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import ancestors, choose_opened
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import work_nodes
+from fxpipe.graph.markers import ancestors, choose_opened
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware

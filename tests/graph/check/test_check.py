@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxpipe import SplitPoint, TraceError, pipe_split, pipeline
 from fxpipe.errors import InputError
-from fxpipe.graph.check.report import Budget
+from fxpipe.graph.check.check import Budget
 from fxpipe.graph.pipe import Pipe, check_pipe
 
 X = torch.randn(4, 6, 8)

@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import choose_opened
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.cut.flow import work_nodes
+from fxpipe.graph.markers import choose_opened
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.observation import PHASES

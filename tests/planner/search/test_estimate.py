@@ -8,7 +8,7 @@ import torch
 
 import models
 from fxpipe.graph.capture.capture import capture
-from fxpipe.graph.capture.opening import choose_opened
+from fxpipe.graph.markers import choose_opened
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts

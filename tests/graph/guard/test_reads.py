@@ -158,7 +158,7 @@ def test_what_code_reads_outside_the_model_is_compared(
 
     def after_change() -> None:
         change(monkeypatch, model)
-        with pytest.raises(TraceError, match=f"(?s){words}.*test_code_reads.py"):
+        with pytest.raises(TraceError, match=f"(?s){words}.*test_reads.py"):
             pipe(X)
 
     contextvars.copy_context().run(after_change)

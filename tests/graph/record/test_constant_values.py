@@ -59,7 +59,9 @@ DRAWS: dict[str, Callable[[], float]] = {
 def test_a_draw_that_decides_is_an_error_with_the_line(name: str) -> None:
     states = (random.getstate(), np.random.get_state()[1].tobytes(), random.random)
 
-    with pytest.raises(TraceError, match=r"draws a random number(.|\n)*test_python_random\.py:\d+"):
+    with pytest.raises(
+        TraceError, match=r"draws a random number(.|\n)*test_constant_values\.py:\d+"
+    ):
         pipeline(Net(DRAWS[name], 0.5), (X,))
 
     assert (random.getstate(), np.random.get_state()[1].tobytes(), random.random) == states

@@ -55,10 +55,11 @@ __all__ = [
     "children_of", "compiled_from", "constant_source", "default_store", "finish_sharded_backward",
     "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
-    "has_global_hooks", "has_run_sharded", "held_functions", "hook_takes_kwargs", "is_compiled",
+    "has_global_hooks", "held_functions", "hook_takes_kwargs", "is_compiled",
     "is_view", "known_sizes", "local_tensor", "memory_of", "named_group", "overload_packet",
     "own_attributes",
-    "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "profiler_is_on",
+    "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "prepare_sharded",
+    "profiler_is_on",
     "put_gathered_gradient", "pytree", "pytree_kind", "run_engine", "schema_of", "shard_groups",
     "shard_precision", "take_gathered_gradient",
     "transient_buffers", "unset_fake_temporarily", "version_of",
@@ -357,9 +358,9 @@ def shard_precision(module: nn.Module) -> Any:
     return None if find is None else getattr(find(), "_mp_policy", None)
 
 
-def has_run_sharded(root: Any) -> bool:
-    """Say whether a sharded module has run: only then it knows whether it is a root."""
-    return root._get_fsdp_state()._is_root is not None
+def prepare_sharded(root: Any) -> None:
+    """Do what FSDP2 does before the first forward of a root module."""
+    root._get_fsdp_state()._lazy_init()
 
 
 def finish_sharded_backward(root: Any) -> None:

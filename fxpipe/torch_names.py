@@ -79,7 +79,7 @@ PRIVATE: dict[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups|_fsdp_param_group": "what "
     "is gathered together",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_mp_policy": "dtypes of a sharded module",
-    "torch.distributed.fsdp._fully_shard._fsdp_state:_is_root": "None until the module has run",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:_lazy_init": "makes a module a root",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_root_post_backward_final_callback": "waits "
     "for the reduced gradients",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_unsharded_param": "holds a gradient that "

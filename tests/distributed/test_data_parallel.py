@@ -71,7 +71,11 @@ def wrap(module: nn.Module, wrapper: str, group: dist.ProcessGroup) -> nn.Module
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    sharded: nn.Module = fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+    mesh = DeviceMesh.from_group(group, "cpu")
+    if wrapper == "fsdp parts":  # the usual way: FSDP2 would free and gather each of them again
+        for part in module.children():
+            fully_shard(part, mesh=mesh)
+    sharded: nn.Module = fully_shard(module, mesh=mesh)
     return sharded
 
 
@@ -340,12 +344,12 @@ def test_a_vote_that_was_given_up_does_not_hold_up_who_frees_its_group() -> None
     assert max(run_on_ranks(2, freed_after_silence)) < 20.0
 
 
-def first_step_fails(rank: int) -> None:
+def first_step_fails(rank: int, wrapper: str) -> None:
     """One replica fails before it has a plan: the other is told, and both go on."""
     pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     replica, place = rank // 2, rank % 2
-    wrapped = wrap(blocks(2)[place], "ddp", dp[place])
+    wrapped = wrap(blocks(2)[place], wrapper, dp[place])
     made = Schedule1F1B(
         [PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])], 4, loss_fn=mse, timeout=60.0
     )
@@ -358,8 +362,11 @@ def first_step_fails(rank: int) -> None:
     made.step(rand(8, 8), target=rand(8, 8))
 
 
-def test_a_replica_that_fails_in_its_first_step_tells_the_others() -> None:
-    run_on_ranks(4, first_step_fails)
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp parts"])
+def test_a_replica_that_fails_in_its_first_step_tells_the_others(wrapper: str) -> None:
+    # Sharded modules that have not run could not reduce, and each forward gathered parts again
+    # that the failed replica did not: processes ended in gloo, or all waited for the timeout.
+    run_on_ranks(4, first_step_fails, wrapper)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
@@ -465,7 +472,12 @@ def fault_in_one_replica(rank: int, schedule: str, wrapper: str, where: str) -> 
 @pytest.mark.parametrize("where", ["forward", "inputs"])
 @pytest.mark.parametrize(
     ("schedule", "wrapper"),
-    [("1F1B", "ddp"), ("ZBVZeroBubble", "ddp"), ("Interleaved1F1B", "fsdp")],
+    [
+        ("1F1B", "ddp"),
+        ("ZBVZeroBubble", "ddp"),
+        ("Interleaved1F1B", "fsdp"),
+        ("1F1B", "fsdp parts"),
+    ],
 )
 def test_a_fault_in_one_replica_reaches_the_others(schedule: str, wrapper: str, where: str) -> None:
     run_on_ranks(4, fault_in_one_replica, schedule, wrapper, where)

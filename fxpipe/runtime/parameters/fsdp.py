@@ -20,7 +20,7 @@ from fxpipe.runtime.parameters.lost_groups import collective_of, explained
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.torch_inside import (
     finish_sharded_backward,
-    has_run_sharded,
+    prepare_sharded,
     put_gathered_gradient,
     shard_groups,
     shard_precision,
@@ -50,12 +50,20 @@ class FsdpSync:
         self._unreduced: dict[Any, torch.Tensor] = {}
         self._used: list[bool] = []
         self._bare: list[Any] = []
+        # What forwards would free they would gather again for each microbatch, and replicas of one
+        # that has failed would wait for it there: it only does what its program says.
+        self._resharding: list[tuple[Any, Any]] = []
 
     def held(self) -> list[nn.Parameter]:
         return []  # each stage has shards of its own
 
     def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
         self.reduces, self._has_reduced, self._may_reduce = reduces, False, may_reduce
+        for root in self._roots:
+            prepare_sharded(root)  # a rank that fails before its first forward reduces, too
+        self._resharding = [(g, g.post_forward_mesh_info) for g in self._shard_groups()]
+        for group, _ in self._resharding:
+            group.post_forward_mesh_info = None
         held = self._held()
         found = [(one, take_gathered_gradient(one)) for one in held]
         self._unreduced = {one: grad for one, grad in found if grad is not None}
@@ -65,8 +73,11 @@ class FsdpSync:
 
     def _held(self) -> list[Any]:
         """The parameters that want a gradient."""
-        groups = [g for root in self._roots for m in _fsdp_modules(root) for g in shard_groups(m)]
-        return [p for group in groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+        every = [p for group in self._shard_groups() for p in group.fsdp_params]
+        return [p for p in every if p.sharded_param.requires_grad]
+
+    def _shard_groups(self) -> list[Any]:
+        return [g for root in self._roots for m in _fsdp_modules(root) for g in shard_groups(m)]
 
     def _set(self, *, is_last: bool) -> None:
         for root in self._roots:
@@ -137,10 +148,12 @@ class FsdpSync:
                     one.sharded_param.grad = None
 
     def end(self, *, succeeded: bool) -> None:
+        for group, after_forward in self._resharding:
+            group.post_forward_mesh_info = after_forward
+        self._resharding = []
         if not succeeded:
             for root in self._roots:
-                if has_run_sharded(root):
-                    root.reset_iter_state()
+                root.reset_iter_state()
             for one in self._held():
                 take_gathered_gradient(one)
         if not succeeded or not self._has_reduced:

@@ -166,7 +166,7 @@ def _fused_and_ordered(
     if not play.is_complete:
         validate(program, edges)
         raise AssertionError("joining halves of backwards made the program get stuck")
-    return fused, [rank for _, rank, *_ in play.by_end()]
+    return fused, [done[1] for done in play.by_end()]
 
 
 def _add_transfers(program: Program, edges: Edges, order: list[int]) -> list[list[Action]]:

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.planner.order.fill import FillWeights
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, reads, writes
 from fxpipe.program.memory import kept_at_ends
 from fxpipe.program.play.engine import Play, Times, cost_times
+from fxpipe.program.play.fill import FillWeights
 from fxpipe.program.play.numbering import Numbering
 
 __all__ = ["Objective", "Orders", "Timing"]

@@ -19,7 +19,7 @@ from itertools import islice
 
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.generators.entry import TWO, schedule
-from fxpipe.program.generators.slots import fill_weights
+from fxpipe.program.play.fill import fill_weights
 from fxpipe.program.program import Placement
 
 __all__ = ["dualpipe_v", "dualpipe_v_down"]

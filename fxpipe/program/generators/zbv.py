@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.generators.entry import TWO, schedule
-from fxpipe.program.generators.slots import fill_weights
+from fxpipe.program.play.fill import fill_weights
 from fxpipe.program.program import Placement
 
 __all__ = ["zbv"]

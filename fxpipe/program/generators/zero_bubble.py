@@ -13,7 +13,7 @@ from __future__ import annotations
 from fxpipe.program.action import Action, Kind
 from fxpipe.program.generators.entry import ANY, ONE, schedule
 from fxpipe.program.generators.one_f_one_b import interleaved_orders, round_sizes
-from fxpipe.program.generators.slots import fill_weights
+from fxpipe.program.play.fill import fill_weights
 from fxpipe.program.program import Placement
 
 __all__ = ["interleaved_zero_bubble", "zb_h1", "zb_h2"]

@@ -10,6 +10,7 @@ Getters are `attrgetter`s where a step calls them often: they cost no Python fra
 
 from __future__ import annotations
 
+import copy
 import datetime
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ __all__ = [
     "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "prepare_sharded",
     "profiler_is_on",
     "put_gathered_gradient", "pytree", "pytree_kind", "run_engine", "schema_of", "shard_groups",
-    "shard_precision", "take_gathered_gradient",
+    "shard_precision", "split_group", "take_gathered_gradient",
     "transient_buffers", "unset_fake_temporarily", "version_of",
     "watch_replacements", "without_torch_function",
 ]  # fmt: skip
@@ -321,6 +322,36 @@ def named_group(name: str, ranks: Sequence[int], backend: str, timeout: datetime
         len(ranks), place, ranks, kind, store, name, timeout=timeout
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+def split_group(group: Any, device: torch.device, name: str, timeout: datetime.timedelta) -> Any:
+    """Split a group of the same ranks in the same order from `group`. All of them call this.
+
+    `dist.split_group` makes up a name as `new_group` does, and splits what carries the tensors of
+    other devices, too: gloo waits there for ranks that know the child by another name.
+    """
+    from torch.distributed import distributed_c10d
+
+    def split(**only: Any) -> Any:
+        options = backend_object(group, device).options
+        if hasattr(options, "__deepcopy__"):  # or the parent's own are changed
+            only["opts"] = copy.deepcopy(options)
+        ranks = list(range(group.size()))
+        return group.split_group(ranks, timeout=timeout, group_name=name, **only)
+
+    try:
+        made = split(device_types=[device])
+    except (TypeError, RuntimeError) as error:
+        # Refused before a word is sent: torch 2.10 cannot leave out devices, newer ones not the
+        # device of what they take for the group's main backend.
+        if isinstance(error, RuntimeError) and "filter" not in str(error):
+            raise
+        made = split()
+    world: Any = distributed_c10d._world
+    world.pg_map[made] = world.pg_map[group]
+    world.pg_names[made] = name
+    world.pg_group_ranks[made] = dict(world.pg_group_ranks[group])
     return made
 
 

@@ -73,7 +73,7 @@ PRIVATE: dict[str, str] = {
     "torch.amp.autocast_mode.autocast()._cache_enabled": "as autocast._enabled",
     "torch.distributed.distributed_c10d._get_default_store": "where ranks meet",
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group by a name all know",
-    "torch.distributed.distributed_c10d._world": "where the ranks of that group are kept",
+    "torch.distributed.distributed_c10d._world": "where the groups of a process are kept",
     "torch.distributed.ProcessGroup._get_backend": "which backend carries a device's tensors",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "what is known of a sharded module",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups|_fsdp_param_group": "what "

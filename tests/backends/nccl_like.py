@@ -2,6 +2,7 @@
 
     register()
     group = dist.new_group(ranks, backend="nccl_rank")     # or nccl_pair, nccl_direction
+    bind("nccl_eager")                                      # after init_process_group
 
 What NCCL does and gloo does not:
 
@@ -16,7 +17,10 @@ What NCCL does and gloo does not:
   no stream here that could wait, so the caller does. `work.wait(timeout)` blocks the host,
   is counted in `host_waits`, and aborts the communicator when the time is over;
 - nobody learns that a peer has died or has aborted; `abort` lets our own waits return, silently;
-- few dtypes can be sent.
+- few dtypes can be sent;
+- "nccl_eager" is "nccl_rank" in a job that init_process_group(device_id=...) has bound to a
+  device: groups are connected when they are made, and `split_group` makes groups from their
+  parent. All ranks of the parent split together, outside of Python and without a time limit.
 
 Limit: DDP and device meshes want a group of C++; give them a gloo group.
 
@@ -40,9 +44,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MODELS", "NcclLike", "NcclWork", "instances", "register"]
+__all__ = ["MODELS", "NcclLike", "NcclWork", "bind", "instances", "register"]
 
-MODELS = ("rank", "pair", "direction")
+MODELS = ("rank", "pair", "direction", "eager")
+DEVICE = torch.device("cuda", 0)
+"""What an eager job is bound to: a name, since no tensor is ever there."""
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -54,11 +60,18 @@ _MADE: list["weakref.ref[NcclLike]"] = []
 
 
 def register() -> None:
-    """Make the three models known to torch.distributed, once per process."""
+    """Make the models known to torch.distributed, once per process."""
     for model in MODELS:
         name = f"nccl_{model}"
         if not hasattr(dist.Backend, name.upper()):
             dist.Backend.register_backend(name, _maker(model), devices=["cpu"])
+
+
+def bind(backend: str | None) -> None:
+    """Let a new job of an eager backend be bound to a device."""
+    world: Any = dist.group.WORLD
+    if backend == "nccl_eager":
+        world.eager_connect_single_device(DEVICE)
 
 
 def instances() -> list["NcclLike"]:
@@ -131,8 +144,12 @@ class NcclLike(dist.ProcessGroup):
         self, store: Any, rank: int, size: int, timeout: datetime.timedelta, streams: str
     ) -> None:
         super().__init__(rank, size)
-        self.streams = streams
+        self.model = streams
+        self.streams = "rank" if streams == "eager" else streams
         self.options = _Options(timeout)
+        self.parent: NcclLike | None = None
+        self.split: list[str] = []  # the names of groups that were split from this one
+        self._store = store
         self.host_waits = 0
         self.sent_bytes: list[int] = []
         self.posted: list[tuple[int, bool, int]] = []  # when, is it a send, the peer
@@ -148,15 +165,58 @@ class NcclLike(dist.ProcessGroup):
     # What torch asks of a group
 
     def _get_backend(self, device: torch.device) -> "NcclLike":
-        if device.type != "cpu":
+        if device.type != "cpu" and (self.model != "eager" or device != DEVICE):
             raise RuntimeError(f"no backend for {device}")
         return self
 
     def name(self) -> str:
-        return f"nccl_{self.streams}"
+        return f"nccl_{self.model}"
 
     def getBackendName(self) -> str:  # noqa: N802
         return self.name()
+
+    # Splitting
+
+    supports_splitting = True
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.bound_device_id = device
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Of a rank that is not in a new group."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Asked of each new group."""
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: datetime.timedelta | None = None,
+        opts: _Options | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> "NcclLike | None":
+        """A group of some ranks of this one, in their order; None on the others."""
+        if self.bound_device_id is None:
+            raise RuntimeError("Parent process group backend is not initialized")
+        place, size, name = self.rank(), self.size(), str(group_name)
+        prefix = f"split {len(self.split)}"
+        self.split.append(name)
+        store = self._store.clone()  # a wait takes all of a client
+        store.set(f"{prefix} {place}", name)
+        keys = [f"{prefix} {rank}" for rank in range(size)]
+        store.wait(keys, _NEVER)
+        names = {store.get(keys[rank]).decode() for rank in ranks}
+        assert len(names) == 1, f"ranks call one group {names}"  # for gloo: NCCL would not mind
+        if place not in ranks:
+            return None
+        found = dist.PrefixStore(f"{prefix} of {ranks}/", store)
+        limit = timeout or self.options._timeout
+        made = NcclLike(found, ranks.index(place), len(ranks), limit, self.model)
+        made.parent, made.bound_device_id = self, self.bound_device_id
+        _MADE.append(weakref.ref(made))
+        return made
 
     def abort(self) -> None:
         self.aborted.set()

@@ -1,6 +1,7 @@
 """The emulated backend has the traps of NCCL, or the tests that use it would prove nothing."""
 
 import datetime
+import threading
 import time
 from typing import Any
 
@@ -60,7 +61,7 @@ def head_of_line(rank: int) -> bool:
 def test_one_queue_per_rank_is_blocked_by_its_first_message(model: str) -> None:
     passed, *_ = run_on_ranks(3, head_of_line, backend=f"nccl_{model}")
 
-    assert passed == (model != "rank")
+    assert passed == (model not in ("rank", "eager"))
 
 
 def read_late(rank: int) -> float:
@@ -96,3 +97,41 @@ def test_a_time_out_on_the_host_aborts_in_the_words_of_nccl() -> None:
     assert all(
         "before timing out" in text for text in run_on_ranks(2, time_out, backend="nccl_rank")
     )
+
+
+def split_in_two(rank: int) -> tuple[bool, str]:
+    """Rank 1 comes late; then ranks 2 and 0 exchange their numbers, in a group that turns them."""
+    group: Any = dist.group.WORLD
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        assert not store.check(["waited"])
+        store.wait(["waiting"])
+        store.set("waited", "yes")
+        return group.split_group([2, 0], group_name="two") is None, "none"
+    waits = threading.Timer(0.2, store.set, ("waiting", "yes"))
+    waits.start()
+    made = group.split_group([2, 0], group_name="two")
+    waited = store.check(["waited"])
+    assert (made.rank(), made.size(), made.streams) == ([2, 0].index(rank), 2, "rank")
+    tensor = torch.full((2,), float(rank))
+    if made.rank() == 0:
+        made.send([tensor], 1).wait()
+    else:
+        made.recv([tensor], 0).wait()
+    return waited, f"{tensor.tolist()}"
+
+
+def test_a_group_is_split_by_all_of_its_ranks_and_keeps_the_given_order() -> None:
+    found = run_on_ranks(3, split_in_two, backend="nccl_eager")
+
+    assert found == [(True, "[2.0, 2.0]"), (True, "none"), (True, "[2.0, 2.0]")]
+
+
+def split_unbound(rank: int) -> None:
+    group: Any = dist.group.WORLD
+    with pytest.raises(RuntimeError, match="not initialized"):
+        group.split_group([0], group_name="one")
+
+
+def test_a_group_that_is_not_connected_cannot_be_split() -> None:
+    run_on_ranks(1, split_unbound, backend="nccl_rank")

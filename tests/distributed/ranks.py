@@ -212,6 +212,7 @@ def _call(
     is_master = holds_store and rank == 0
     store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    nccl_like.bind(backend)
     del store
     try:
         return body(rank, *args)

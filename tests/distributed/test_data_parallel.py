@@ -37,7 +37,7 @@ WRAPPERS = ("module.", "_orig_mod.")
 def two_by_two(rank: int, schedule: str, wrapper: str, backend: str = "gloo") -> None:
     """Two pipelines of two ranks on other rows each; the reference is one model on all rows."""
     pp = [dist.new_group([0, 1], backend=backend), dist.new_group([2, 3], backend=backend)]
-    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dp = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
     replica, place = rank // 2, rank % 2
     indices, num_stages = layout(schedule, place, 2)
     modules = blocks(num_stages)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fxpipe import RemoteStageError, Schedule1F1B, ScheduleError, get_schedule_class
 from fxpipe.runtime.control import group_control
+from fxpipe.runtime.wire import communicators
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from tests.backends import nccl_like
 from tests.backends.one_order import Posted, left_in_queues
@@ -32,6 +33,9 @@ def on_streams(rank: int, body: Callable[..., Any], *args: Any) -> list[Posted]:
     body(rank, *args)
     own = [group for group in nccl_like.instances() if group.posted]
     assert len(own) == 2, "one communicator for activations, one for gradients"
+    world: Any = dist.group.WORLD
+    is_split = world.bound_device_id is not None
+    assert [group.parent is not None for group in own] == [is_split, is_split]
     assert [group.host_waits for group in own] == [0, 0]
     posted = [(when, lane, *what) for lane, group in enumerate(own) for when, *what in group.posted]
     return [(lane, is_send, peer) for _, lane, is_send, peer in sorted(posted)]
@@ -48,7 +52,7 @@ def run_on_streams(num_ranks: int, streams: str, body: Callable[..., Any], *args
 
 @pytest.mark.parametrize(
     ("schedule", "streams"),
-    [(name, STREAMS[i % 3]) for i, name in enumerate(SCHEDULE_NAMES)],
+    [(name, STREAMS[i % 4]) for i, name in enumerate(SCHEDULE_NAMES)],
 )
 def test_every_schedule_trains(schedule: str, streams: str) -> None:
     run_on_streams(3, streams, bodies.train_blocks, schedule, 3, 4)
@@ -69,6 +73,8 @@ def test_every_schedule_on_every_model_of_streams(
     [
         ("gpt", "ZBVZeroBubble", "ranks", "rank"),
         ("encoder_decoder", "DualPipeV", "ranks", "pair"),
+        ("gpt", "DualPipeV", "ranks", "eager"),
+        ("unet", "Interleaved1F1B", "same", "eager"),
     ],
 )
 def test_ties_skips_and_routed_inputs(model: str, schedule: str, style: str, streams: str) -> None:
@@ -91,12 +97,22 @@ def replicated(rank: int, schedule: str, wrapper: str, streams: str) -> None:
     test_data_parallel.two_by_two(rank, schedule, wrapper, f"nccl_{streams}")
 
 
+def run_replicas(schedule: str, wrapper: str, streams: str) -> None:
+    # Only a job of NCCL is bound to a device.
+    job = "nccl_eager" if streams == "eager" else "gloo"
+    run_on_ranks(4, replicated, schedule, wrapper, streams, backend=job)
+
+
 @pytest.mark.parametrize(
     ("schedule", "wrapper", "streams"),
-    [("ZBVZeroBubble", "ddp", "rank"), ("Interleaved1F1B", "fsdp", "pair")],
+    [
+        ("ZBVZeroBubble", "ddp", "rank"),
+        ("Interleaved1F1B", "fsdp", "pair"),
+        ("ZBVZeroBubble", "fsdp", "eager"),
+    ],
 )
 def test_replicas(schedule: str, wrapper: str, streams: str) -> None:
-    run_on_ranks(4, replicated, schedule, wrapper, streams)
+    run_replicas(schedule, wrapper, streams)
 
 
 @pytest.mark.full
@@ -104,7 +120,61 @@ def test_replicas(schedule: str, wrapper: str, streams: str) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_replicas_on_every_model_of_streams(schedule: str, wrapper: str, streams: str) -> None:
-    run_on_ranks(4, replicated, schedule, wrapper, streams)
+    run_replicas(schedule, wrapper, streams)
+
+
+# Communicators that are split from the group's
+
+
+def two_schedules(rank: int) -> tuple[int, bool]:
+    """How often the group was split for two schedules, and whether its ranks' order was kept."""
+    turned: Any = dist.new_group([2, 0, 1], backend="nccl_eager", sort_ranks=False)
+    nccl_like.instances()
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        indices, num_stages = layout(schedule, turned.rank(), 3)
+        made = get_schedule_class(schedule)(
+            stages_of(blocks(num_stages), indices, turned), 4, loss_fn=mse
+        )
+        made.step(rand(8, 8), target=rand(8, 8))
+    own = nccl_like.instances()
+    return len(turned.split), all(
+        group.parent is turned and group.rank() == turned.rank() for group in own
+    )
+
+
+def test_a_group_is_split_once_and_its_order_is_kept() -> None:
+    assert run_on_ranks(3, two_schedules, backend="nccl_eager") == [(2, True)] * 3
+
+
+def not_split(rank: int) -> list[bool]:
+    """Of a job that is bound to a device, but whose communicators cannot be split."""
+    world: Any = dist.group.WORLD
+    world.supports_splitting = False
+    nccl_like.instances()
+    bodies.train_blocks(rank, "1F1B", 2, 4)
+    return [group.parent is None for group in nccl_like.instances()]
+
+
+def test_a_group_that_cannot_be_split_gets_communicators_of_its_own() -> None:
+    # torch refused to split them, on every rank and in every step: with
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL those of NCCL are wrapped in such a group.
+    assert run_on_ranks(2, not_split, backend="nccl_eager") == [[True, True]] * 2
+
+
+def lazy_ones(rank: int) -> tuple[str | None, str | None]:
+    """The model of streams of "nccl-lazy", in a job that is bound to a device and in another."""
+    world: Any = dist.group.WORLD
+    world.name = lambda: "nccl-lazy"
+    del world.streams
+    found = [communicators.streams_of(world, torch.device("cpu"))]
+    world.bound_device_id = None
+    found.append(communicators.streams_of(world, torch.device("cpu")))
+    return found[0], found[1]
+
+
+def test_what_is_split_from_a_lazy_group_has_one_queue_per_rank() -> None:
+    # It was taken for one queue per pair, so that late receives were let through, and deadlocked.
+    assert run_on_ranks(1, lazy_ones, backend="nccl_eager") == [("rank", "pair")]
 
 
 # Receives that are posted late
@@ -125,6 +195,7 @@ def late_receives(rank: int, schedule: str, receives: str, is_refused: bool) -> 
     ("receives", "streams", "is_refused"),
     [
         ("late", "rank", True),
+        ("late", "eager", True),
         ("late", "pair", False),
         ("late", "direction", False),
     ],
@@ -164,12 +235,19 @@ def in_several_groups(rank: int) -> None:
                     assert_close(p.grad, step * q.grad, f"stage {i} of {num_stages}")
 
 
-@pytest.mark.parametrize("streams", ["rank", "pair"])
+@pytest.mark.parametrize("streams", ["rank", "pair", "eager"])
 def test_ranks_may_be_in_different_numbers_of_groups(streams: str) -> None:
     run_on_ranks(3, in_several_groups, backend=f"nccl_{streams}")
 
 
 # Faults
+
+
+OWNERS: dict[str, Any] = {
+    "own_communicators": group_control,
+    "connect": StreamTransport,
+    "split_group": communicators,
+}
 
 
 def fails_to_connect(rank: int, where: str, way: str) -> None:
@@ -186,7 +264,7 @@ def fails_to_connect(rank: int, where: str, way: str) -> None:
     made = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=60.0)
     if way == "is late":
         made = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=4.0)
-    owner: Any = StreamTransport if where == "connect" else group_control
+    owner: Any = OWNERS[where]
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if rank == 1:
@@ -197,11 +275,12 @@ def fails_to_connect(rank: int, where: str, way: str) -> None:
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize("where", ["own_communicators", "connect"])
+@pytest.mark.parametrize("where", OWNERS)
 @pytest.mark.parametrize("way", ["ends", "raises", "is late"])
 def test_a_rank_that_fails_while_all_connect_holds_up_nobody(where: str, way: str) -> None:
     # The others waited for an hour: the time-out of the communicators themselves.
-    answers = answers_of_ranks(3, fails_to_connect, where, way, backend="nccl_pair")
+    backend = "nccl_eager" if where == "split_group" else "nccl_pair"
+    answers = answers_of_ranks(3, fails_to_connect, where, way, backend=backend)
 
     assert [is_ok for is_ok, _ in answers] == [True, way != "ends", True], answers
 
@@ -269,13 +348,3 @@ def broken_device(rank: int) -> None:
 
 def test_a_broken_device_counts_as_lost_at_once() -> None:
     run_on_ranks(3, broken_device, backend="nccl_rank")
-
-
-def test_a_chain_connects_in_two_rounds_and_a_star_in_as_many_as_it_has_rays() -> None:
-    from fxpipe.runtime.wire.communicators import matchings
-
-    for num_ranks in (2, 3, 8, 33):
-        chain = [(rank, rank + 1) for rank in range(num_ranks - 1)]
-        assert len(matchings(chain)) == min(2, num_ranks - 1)
-        star = [(rank, 0) for rank in range(1, num_ranks)]
-        assert len(matchings(star)) == num_ranks - 1

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,9 @@ __all__ = ["Met", "connect_gloo", "meet", "name_of", "own_store"]
 
 _DESCRIPTORS = 64  # that must be free for meeting; less for few ranks
 _STORES: weakref.WeakKeyDictionary[Any, Store] = weakref.WeakKeyDictionary()
+_NAMES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_USED: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_MADE_UP = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +66,24 @@ def _connect_store() -> Any:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """What all ranks of a group call it."""
-    try:
-        return str(group.group_name)
-    except (RuntimeError, AttributeError):  # of a backend written in Python
-        return "-".join(map(str, dist.get_process_group_ranks(group)))
+    """What all ranks of a group call it.
+
+    torch makes up names of groups that are split from others, as those of a mesh on GPUs, from the
+    number of groups that a process is in, so their ranks may know them by different ones. Those are
+    called by their ranks, and by their place among the groups of these ranks that were used here.
+    """
+    if group not in _NAMES:
+        try:
+            name = str(group.group_name)
+        except (RuntimeError, AttributeError):  # of a backend written in Python
+            name = ""
+        if not name or _MADE_UP.fullmatch(name):
+            ranks = "-".join(map(str, dist.get_process_group_ranks(group)))
+            used = _USED.setdefault(dist.group.WORLD, Counter())
+            used[ranks] += 1
+            name = f"{ranks}/{used[ranks]}"
+        _NAMES[group] = name
+    return _NAMES[group]
 
 
 def meet(board: Board, deadline: Deadline) -> Met:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.wire.failure import Deadline
-from fxpipe.torch_inside import backend_object, named_group
+from fxpipe.torch_inside import backend_object, named_group, split_group
 
 __all__ = ["NCCL_STREAMS", "backend_of", "matchings", "own_communicators", "streams_of"]
 
@@ -34,7 +34,7 @@ _NCCL_IS_LAZY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 NCCL_STREAMS = (
     "one queue per pair of ranks, or per rank if init_process_group got a device_id"
     if _NCCL_IS_LAZY
-    else "one queue per rank; per pair of ranks with nccl-lazy"
+    else "one queue per rank; per pair of ranks with nccl-lazy in a job of another backend"
 )
 
 
@@ -49,9 +49,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def streams_of(group: dist.ProcessGroup, device: torch.device) -> Streams | None:
     """What shares a queue on communicators made from `group`; None where messages have no queue.
 
-    NCCL's communicators have one queue per rank if they are connected eagerly, and one per
-    pair of ranks if they connect when two ranks first talk. A backend may say it in an
-    attribute `streams`; of any other the hardest is assumed.
+    NCCL's communicators have one queue per rank if they are connected eagerly, as are all that
+    are split from others, and one per pair of ranks if they connect when two ranks first talk.
+    A backend may say it in an attribute `streams`; of any other the hardest is assumed.
     """
     name = backend_of(group, device)
     if name == "gloo":
@@ -59,9 +59,8 @@ def streams_of(group: dist.ProcessGroup, device: torch.device) -> Streams | None
     known = getattr(backend_object(group, device), "streams", None)
     if known in get_args(Streams):
         return known
-    if name == "nccl-lazy" or (name == "nccl" and _NCCL_IS_LAZY and not _is_eager()):
-        return "pair"
-    return "rank"
+    is_lazy = name == "nccl-lazy" or (name == "nccl" and _NCCL_IS_LAZY)
+    return "pair" if is_lazy and not _is_split(group, device) else "rank"
 
 
 def own_communicators(
@@ -75,12 +74,11 @@ def own_communicators(
     timeout = datetime.timedelta(seconds=2 * max(deadline.seconds, 1800.0))
     made = []
     for lane in range(NUM_LANES):
-        if _is_eager():  # others are split from it, by its ranks alone
-            one: Any = dist.split_group(group, [list(range(group.size()))], timeout)
+        if _is_split(group, device):
+            one: Any = split_group(group, device, f"{name}/{lane}", timeout)
         else:
             ranks = dist.get_process_group_ranks(group)
             one = named_group(f"{name}/{lane}", ranks, backend_of(group, device), timeout)
-        assert one is not None
         assert one.rank() == group.rank()
         made.append(one)
     return made
@@ -106,7 +104,11 @@ def matchings(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def _is_eager() -> bool:
-    """Whether torch connects communicators when groups are made."""
+def _is_split(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether communicators of our own are split from the group's, by its ranks alone.
+
+    Where the job is bound to a device, torch would split those that it makes from the whole job's.
+    """
     world = dist.group.WORLD
-    return world is not None and world.bound_device_id is not None
+    is_bound = world is not None and world.bound_device_id is not None
+    return is_bound and bool(getattr(backend_object(group, device), "supports_splitting", False))

@@ -1,6 +1,7 @@
 """Ranks meet in a store that other process groups have used before them."""
 
 import datetime
+import hashlib
 import os
 from unittest import mock
 
@@ -21,6 +22,7 @@ def again_in_one_store(rank: int) -> list[float]:
     limit = datetime.timedelta(seconds=100)
     port = int(os.environ["MASTER_PORT"])
     losses = []
+    dist.barrier()  # or who is connected ends the group while the other one still connects
     for number in range(3):
         dist.destroy_process_group()
         store = dist.TCPStore("127.0.0.1", port, 2, False, limit)
@@ -40,3 +42,19 @@ def test_what_an_earlier_process_group_has_left_in_the_store_is_not_believed() -
     first, second = run_on_ranks(2, again_in_one_store)
 
     assert first == [] and len(second) == 3 and len(set(second)) == 1
+
+
+def named_differently(rank: int) -> int:
+    """Two groups whose ranks know them by different names, as torch names those of a mesh."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for place, group in enumerate(groups):
+        group._set_group_name(hashlib.sha1(f"{rank} {place}".encode()).hexdigest())
+        stages = [PipelineStage(blocks(2)[rank], rank, 2, "cpu", group=group)]
+        made = Schedule1F1B(stages, 2, loss_fn=mse, timeout=60.0)
+        made.step(rand(4, 8), target=rand(4, 8))
+    return len({meeting.name_of(group) for group in groups})
+
+
+def test_ranks_meet_that_know_their_group_by_different_names() -> None:
+    # Each waited for the other under its own name, until the time-out.
+    assert run_on_ranks(2, named_differently) == [2, 2]

@@ -53,7 +53,8 @@ __all__ = [
     "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode",
     "IncompatibleKeys", "NormBase", "TorchDispatchMode", "apply_of", "autocast_settings",
     "backend_object", "backward_hooks", "backward_pre_hooks", "base_of", "buffers_of",
-    "children_of", "compiled_from", "constant_source", "default_store", "finish_sharded_backward",
+    "children_of", "compiled_from", "conditions_of", "constant_source", "default_store",
+    "finish_sharded_backward",
     "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "held_functions", "hook_takes_kwargs", "is_compiled",
@@ -62,7 +63,7 @@ __all__ = [
     "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "prepare_sharded",
     "profiler_is_on",
     "put_gathered_gradient", "pytree", "pytree_kind", "run_engine", "schema_of", "shard_groups",
-    "shard_precision", "split_group", "take_gathered_gradient",
+    "shard_precision", "split_group", "take_back", "take_gathered_gradient",
     "transient_buffers", "unset_fake_temporarily", "version_of",
     "watch_replacements", "without_torch_function",
 ]  # fmt: skip
@@ -273,6 +274,30 @@ def watch_replacements(env: ShapeEnv, heard: Callable[[sympy.Symbol, sympy.Basic
             heard(a, after)
 
     env._set_replacement = replace  # type: ignore[method-assign]
+
+
+_CONDITIONS = ("guards", "replacements", "divisible", "axioms", "var_to_range", "settled")
+_COUNTERS = ("_version_counter", "_replacements_version_counter")  # both since 2.12
+
+
+def conditions_of(env: ShapeEnv) -> dict[str, Any]:
+    """Return what a trace has learnt of its sizes so far, for `take_back`."""
+    return {name: copy.copy(getattr(env, name)) for name in _CONDITIONS if hasattr(env, name)}
+
+
+def take_back(env: ShapeEnv, before: dict[str, Any]) -> None:
+    """Forget what sizes have met since `conditions_of`, as if that code had never run."""
+    now = conditions_of(env)
+    if now == before:
+        return
+    for name, value in before.items():
+        # What bounds a symbol that was made since then is no condition.
+        setattr(env, name, now[name] | value if name == "var_to_range" else copy.copy(value))
+    for name in _COUNTERS:
+        if hasattr(env, name):
+            setattr(env, name, getattr(env, name) + 1)
+    for name in dir(type(env)):  # one remembers that it has noted a condition
+        getattr(getattr(type(env), name), "cache_clear", lambda: None)()
 
 
 def following_sizes() -> AbstractContextManager[None]:

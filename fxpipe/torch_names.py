@@ -65,6 +65,8 @@ PRIVATE: dict[str, str] = {
     "_checkpoint_without_reentrant_generator": "patched in a trace: marks what is computed again",
     "torch._dispatch.python.enable_python_dispatcher": "sizes stay symbolic in paddings",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv._set_replacement": "where a size was fixed",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv()._version_counter": "grows when conditions "
+    "are taken back, so that nothing cached outlives them",
     "torch.ops.aten.add.Tensor._schema": "tells whether an operator writes to an argument",
     "torch.ops.aten.add.Tensor._overloadpacket": "an operator without its overload",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "counted as attention",

@@ -153,7 +153,7 @@ class LeafRuns:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
         hidden = self._stand_ins.hidden(args, kwargs)
-        mark = self._sizes.mark()
+        mark, before = self._sizes.mark(), self._sizes.conditions_so_far()
         # With sizes of the model a leaf may meet what opened code has settled before it.
         for inputs in (hidden, (args, kwargs)) if hidden else ((args, kwargs),):
             try:
@@ -165,9 +165,9 @@ class LeafRuns:
                         return found
                     return self._settled(module, call, (args, kwargs), found, met)
             except Exception as error:
-                self._sizes.met_since(mark)
                 failure = error
-        self.functions.forget()  # with the conditions that the run has met
+            self._sizes.take_back(before)
+            self.functions.forget()  # with the conditions that the run has met
         try:
             return LeafOutcome(self._run_real(module, call, args, kwargs, failure), (), (), True)
         except ValueDecidesError:

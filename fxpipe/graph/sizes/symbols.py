@@ -30,9 +30,11 @@ from fxpipe.graph.nested import Accessor, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
 from fxpipe.torch_inside import (
     FakeTensorMode,
+    conditions_of,
     constant_source,
     floor_div,
     known_sizes,
+    take_back,
     watch_replacements,
 )
 
@@ -186,6 +188,15 @@ class Sizes:
     def mark(self) -> int:
         """Return where the conditions stand now, for `met_since`."""
         return len(self.env.guards)
+
+    def conditions_so_far(self) -> tuple[Any, ...]:
+        """Return what is known of the sizes, for `take_back`."""
+        return conditions_of(self.env), self.decisions()
+
+    def take_back(self, before: tuple[Any, ...]) -> None:
+        """Forget what sizes have met since then: code that has failed leaves no condition."""
+        take_back(self.env, before[0])
+        self.forget(before[1])
 
     def met_since(self, mark: int) -> list[sympy.Basic]:
         """Return the conditions on stand-ins since then; decisions about them are taken back."""

@@ -38,6 +38,14 @@ class Chunks(Tokens):
         return self.linear(chunks.cumsum(1)).flatten(1, 2)[:, :length]
 
 
+class Asks(Tokens):
+    """Goes through the rows and the tokens, and then asks for a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [super(Asks, self).forward(row[None]) for row in x]
+        return torch.cat(rows) if x.sum().item() < 1e6 else x
+
+
 class Branches(Tokens):
     """Returns another size than it is given, of long inputs only."""
 
@@ -70,7 +78,7 @@ def split(leaf: nn.Module, at: str) -> tuple[Model, Pipe]:
 
 
 @pytest.mark.parametrize("at", ["leaf", "b"])
-@pytest.mark.parametrize("kind", [Tokens, Chunks])
+@pytest.mark.parametrize("kind", [Tokens, Chunks, Asks])
 def test_a_leaf_that_decides_by_sizes_takes_others(kind: type[Tokens], at: str) -> None:
     model, pipe = split(kind(), at)
 

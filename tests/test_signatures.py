@@ -19,7 +19,10 @@ HOMES = (
     (peer_stage, stage),
 )
 # What drives torch's own engine and has no meaning without it; see docs/migration.md.
-ENGINE = {"backward_maybe_with_nosync", "forward_maybe_with_nosync"}
+ENGINE = {
+    *("backward_maybe_with_nosync", "forward_maybe_with_nosync", "release_fwd_send_outputs"),
+    *("start_gradient_reduction", "wait_for_gradient_reduction"),
+}
 # A pipe is made by pipeline() or from_tracing(): what torch's constructor takes is its own split.
 MADE_ELSEWHERE = {("Pipe", "__init__")}
 # What torch 2.15 has and an older installed torch does not: (name, method) -> arguments.
@@ -37,7 +40,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def parameters(function):
     found = inspect.signature(function).parameters.values()
-    return [p for p in found if p.kind not in VARIADIC]
+    return [p for p in found if p.kind not in VARIADIC and not p.name.startswith("_")]
 
 
 def public_callables():

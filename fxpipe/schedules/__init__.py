@@ -15,6 +15,7 @@ instead. A loss function may return `(sum, weight)` for a weighted mean over the
 batch.
 """
 
+from fxpipe.liveness import PipelineActivationLiveness, analyze_pipeline_activation_liveness
 from fxpipe.program.generators import SCHEDULES
 from fxpipe.schedules import named
 from fxpipe.schedules.base import Schedule
@@ -38,6 +39,7 @@ from fxpipe.schedules.named import (
 from fxpipe.schedules.orders import PipelineScheduleMulti, PipelineScheduleSingle
 
 __all__ = [
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule",
@@ -55,6 +57,7 @@ __all__ = [
     "ScheduleZBH1",
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
+    "analyze_pipeline_activation_liveness",
     "get_schedule_class",
 ]
 # A schedule that is only in the registry has a class, too.

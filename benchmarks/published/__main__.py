@@ -1,6 +1,6 @@
 """Predicted against published: every row, worst first.
 
-    python -m benchmarks.published [--docs] [--fit DEVICE] [--source NAME]
+    python -m benchmarks.published [--docs] [--fit DEVICE] [--source NAME] [--model NAME]
 
 Prints, for rows that constants were fitted to and for those they were not, the error of the step
 time and of the memory, the median, how many are within 15 %, and how often the quicker of two
@@ -175,10 +175,12 @@ def main() -> None:
     parser.add_argument("--fit", help="fit the constants of a device to its fit rows")
     parser.add_argument("--seconds", type=float, default=600, help="how long to fit")
     parser.add_argument("--source", help="only rows whose source starts so")
+    parser.add_argument("--model", help="only rows whose model starts so")
     parser.add_argument("--device", help="only rows of this device")
     parser.add_argument("--docs", action="store_true", help="write docs/planner.md")
     options = parser.parse_args()
     rows = [row for row in read_rows() if row.source.startswith(options.source or "")]
+    rows = [row for row in rows if row.model.startswith(options.model or "")]
     if options.device:
         rows = [row for row in rows if row.device == options.device]
     predictor = Predictor()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.cost.training import Training
 from fxpipe.planner.known_models import KNOWN, gpt, known_model
 from fxpipe.planner.search.candidates import Candidate
+from fxpipe.planner.search.estimate import Memory
 from fxpipe.planner.search.option import Option
+from fxpipe.planner.search.rearrange import rearranged
 from fxpipe.planner.search.search import Pricing, Search
 from fxpipe.planner.search.subject import Subject, subject_of
 
@@ -65,6 +68,11 @@ class Row:
     def has_experts(self) -> bool:
         known = KNOWN.get(self.model.partition("+")[0])
         return known is not None and known.experts > 0
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the paper's own search made the order, ZB-1p or ZB-2p."""
+        return self.source == "zero-bubble" and self.candidate.info.splits_backward
 
     @property
     def gpus(self) -> int:
@@ -151,11 +159,12 @@ class Predictor:
 
     def predict(self, row: Row, hardware: Hardware) -> Option | None:
         """The quickest option that fits a row, else the leanest; None if it cannot be cut."""
-        subject = self._subject(row, hardware)
+        subject, known = self._subject(row, hardware), KNOWN.get(row.model.partition("+")[0])
         training = Training(
             kernels=row.kernels,
             float8=row.float8,
             has_loss=True,  # type: ignore[arg-type]
+            expert_groups=known.expert_groups if known else None,
         )
         search = Search(
             Pricing(subject.costs, subject.sizes, hardware, training, math.inf,
@@ -165,11 +174,10 @@ class Predictor:
         for candidate in _choices(row, len(subject.blocks)):
             cut = _published_cut(row, candidate, search)
             try:
-                found.append(
-                    search.price(candidate) if cut is None else search.option(candidate, cut)
-                )
+                made = search.price(candidate) if cut is None else search.option(candidate, cut)
             except PlanError:
                 continue
+            found.append(_searched(made, hardware) if row.is_searched else made)
         limit = hardware.memory
         return min(found, key=lambda o: (o.missing(limit), o.step_time), default=None)
 
@@ -179,13 +187,36 @@ class Predictor:
             name, _, kind = row.model.partition("+")
             sizes: Any = KNOWN.get(name)
             if sizes is not None:
-                sizes = replace(sizes, repeats_keys=kind == "repeat")
+                # Predicting one more token takes one more layer (and another head, left out).
+                sizes = replace(
+                    sizes, repeats_keys=kind == "repeat", layers=sizes.layers + (kind == "mtp")
+                )
             else:
                 _, layers, width, heads, kind = row.model.split(":")
                 sizes = gpt(int(layers), int(width), int(heads), fused=kind != "plain")
             model, ids = known_model(sizes, sequence=row.sequence)
             self._subjects[key] = subject_of(model, (ids,), None, sizes.layers, hardware, None)
         return self._subjects[key]
+
+
+def _searched(option: Option, hardware: Hardware) -> Option:
+    """The order that the paper's search makes: ZB-1p in place of ZBH1, ZB-2p of ZBH2.
+
+    Each rank may hold the activations of p or 2p microbatches, and no rank waits for others
+    between steps.
+    """
+    held = option.candidate.pipeline * (2 if option.candidate.schedule == "ZBH2" else 1)
+    room = held * statistics.median(stage.kept for stage in option.stages)
+
+    def filled(memory: Memory) -> Memory:
+        full = replace(memory, activations=room - memory.buffers, system=0.0, reserve=0.0)
+        return replace(full, system=memory.system, reserve=hardware.reserve * full.total)
+
+    memory = tuple(filled(own) for own in option.prediction.memory)
+    limit = max(own.total for own in memory)
+    made = rearranged(option, hardware, limit, "period", budget=20_000)
+    # Orders of one length may hold less; the paper's fill what they may.
+    return replace(made, prediction=replace(made.prediction, memory=memory))
 
 
 def _published_cut(row: Row, candidate: Candidate, search: Search) -> tuple[int, ...] | None:

@@ -54,6 +54,7 @@ _BATCH = (
 _GROUP = "Sizes that may be chosen, with commas; auto tries some for models without weights."
 _SCHEDULE = "A schedule that may be chosen. May be repeated; all otherwise."
 _CHECKPOINTING = "What may be chosen: none, selective, alternate, 1/2, full, ..."
+_KERNELS = "eager, compiled, asynchronous (compiled, tensor groups too), fused or overlapped."
 _HARDWARE = "A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file."
 
 _Hardware = Annotated[
@@ -69,7 +70,7 @@ _Expert = Annotated[str, typer.Option("--expert-parallel", help=_GROUP)]
 _Sharding = Annotated[
     str, typer.Option("--sharding", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
 ]
-_Kernels = Annotated[str, typer.Option("--kernels", help="eager, compiled, fused or overlapped.")]
+_Kernels = Annotated[str, typer.Option("--kernels", help=_KERNELS)]
 _Float8 = Annotated[bool, typer.Option("--float8", help="Products of blocks in 8 bits.")]
 _Tokens = Annotated[str | None, typer.Option(help="Say what so many take, such as 15T.")]
 _Price = Annotated[float | None, typer.Option(min=0, help="Dollars per GPU and hour.")]
@@ -217,6 +218,7 @@ def plan(
             optimizer=optimizer,
             kernels=kernels,  # type: ignore[arg-type]
             float8=float8,
+            expert_groups=KNOWN[model.lower()].expert_groups if is_known else None,
             profile=measured,
             improve=improve,
             progress=tell,

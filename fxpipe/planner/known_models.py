@@ -29,7 +29,8 @@ class Sizes:
 
     `gated` has SwiGLU and RMS norms, else GELU, layer norms and learned positions. With
     `experts`, layers from `dense` on have them, each of width `expert_feed`. `rank` is that
-    of compressed keys and values (multi-head latent attention), `query_rank` of queries.
+    of compressed keys and values (multi-head latent attention), `query_rank` of queries. A token
+    goes to experts of at most `expert_groups[0]` of as many groups as `expert_groups[1]`.
     Without `fused` attention is made of products, a softmax and dropout, as before 2023; with
     `repeats_keys` keys and values are repeated for each query head, as before kernels could.
     """
@@ -53,6 +54,7 @@ class Sizes:
     query_rank: int = 0
     fused: bool = True
     repeats_keys: bool = False
+    expert_groups: tuple[int, int] | None = None
 
 
 def gpt(layers: int, width: int, heads: int, *, length: int = 2048, fused: bool = True) -> Sizes:
@@ -86,7 +88,7 @@ KNOWN: Mapping[str, Sizes] = MappingProxyType(
         # DeepSeek-V3 technical report, section 4.2
         "deepseek-v3": Sizes(61, 7168, 128, 18432, 129280, head_width=128, length=4096,
                              experts=256, chosen=8, shared=1, expert_feed=2048, dense=3,
-                             rank=512, query_rank=1536),
+                             rank=512, query_rank=1536, expert_groups=(4, 8)),
     }
 )  # fmt: skip
 

@@ -69,6 +69,7 @@ def plan(
     optimizer: str = "adamw-master",
     kernels: Kernels = "eager",
     float8: bool = False,
+    expert_groups: tuple[int, int] | None = None,
     loss: bool | None = None,
     pin: Mapping[str, int] | None = None,
     together: Iterable[Iterable[str]] = (),
@@ -94,7 +95,8 @@ def plan(
         tensor_parallel, context_parallel, expert_parallel: sizes of these groups that may be
             chosen; sharding: stages of ZeRO that may be.
         optimizer: for its state: none, sgd, momentum, adam, adamw or adamw-master.
-        kernels: "eager", "compiled" or "fused"; float8: products of blocks in 8 bits.
+        kernels: one of `KERNELS`; float8: products of blocks in 8 bits.
+        expert_groups: a token's experts are in so many of so many groups, (4, 8) in DeepSeek-V3.
         loss: price a cross entropy of the output; by default if the output is one tensor of
             floats with at least three dimensions.
         pin, together: as in `auto_split`.
@@ -140,6 +142,7 @@ def plan(
             optimizer,
             kernels=kernels,
             float8=float8,
+            expert_groups=expert_groups,
             has_loss=subject.makes_scores if loss is None else loss,
         ),
         limit,

@@ -34,11 +34,17 @@ class Group:
 
 
 def collective_time(
-    kind: Collective, num_bytes: float, group: Group, hardware: Hardware, copies: float = 1.0
+    kind: Collective,
+    num_bytes: float,
+    group: Group,
+    hardware: Hardware,
+    copies: float = 1.0,
+    within: tuple[int, int] | None = None,
 ) -> float:
     """Seconds of one collective of `num_bytes`: the whole tensor, or a rank's own for all_to_all.
 
-    Of what all_to_all moves, so many `copies` are of the same rows and go to ranks by chance.
+    Of what all_to_all moves, so many `copies` are of the same rows and go to ranks by chance,
+    `within` so many of so many parts of the group.
 
     >>> from fxpipe.planner.cost.presets import HARDWARE
     >>> collective_time("all_reduce", 0, Group(1), HARDWARE["H100"])
@@ -57,7 +63,9 @@ def collective_time(
         # Rows go to a node once, however many of its ranks they are for, and are copied there;
         # both go side by side.
         inside = num_bytes * (near - 1) / near / inner
-        reached: float = nodes * (1 - (1 - 1 / nodes) ** copies)
+        some, parts = within or (1, 1)
+        allowed = min(nodes, max(some, nodes * some / parts))
+        reached: float = allowed * (1 - (1 - 1 / allowed) ** copies)
         outside = num_bytes * reached / copies * (nodes - 1) / nodes / outer
         return latency + max(inside, outside)
     if kind == "all_reduce":

@@ -41,6 +41,9 @@ OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "convolution", "memory
 
 # Shares of the peak that large operations commonly reach; "memory" is a share of the
 # bandwidth and covers every operation that moves more than it computes.
+_NOT_NEGATIVE = (
+    "overhead", "launch", "half_intensity", "jitter", "context", "channels", "reserve"
+)  # fmt: skip
 _USUAL = MappingProxyType({"matmul": 0.7, "attention": 0.5, "convolution": 0.5, "memory": 0.8})
 
 
@@ -51,7 +54,8 @@ class Hardware:
     `flops` holds peak FLOP/s by dtype name; a dtype that is not listed runs at the rate of
     the next wider one that is. Ranks `0 .. ranks_per_node - 1` share the first node, and so
     on: ranks of a node use `intra`, others `inter`. `overhead` is the time that any
-    operation takes at least.
+    operation takes at least, `launch` the time in which the host starts one kernel of many that
+    follow each other; it shows where kernels are shorter.
 
     Collectives reach `intra_share` and `inter_share` of a link. `jitter` is the share of a
     step that nothing here explains (launches, stragglers, the data loader). `context` is
@@ -70,6 +74,7 @@ class Hardware:
     ranks_per_node: int = 8
     efficiency: Mapping[str, float] = field(default_factory=lambda: dict(_USUAL))
     overhead: float = 0.0
+    launch: float = 0.0
     overlaps_transfers: bool = True
     half_intensity: float = 0.0
     intra_share: float = 1.0
@@ -93,7 +98,7 @@ class Hardware:
             )
             if not _is_number(value) or not value > 0
         ]
-        for name in ("overhead", "half_intensity", "jitter", "context", "channels", "reserve"):
+        for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 faults.append(f"{name} is {value!r}; it must be at least 0")

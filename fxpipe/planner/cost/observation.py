@@ -21,7 +21,9 @@ class Op:
     `num_bytes` are read and written, `state_bytes` of them are parameters or their
     gradients, `key_bytes` keys and values of attention, `routed_bytes` what a stack of
     experts reads besides its weights. `makes_gradient` marks the product that makes the
-    gradient of a weight.
+    gradient of a weight. `experts` is how many experts' weights or gradients are touched,
+    `groups` that a token goes to at most so many of so many groups of them, and `launches` how
+    often the host starts a kernel for it if each is started by itself.
     """
 
     name: str
@@ -35,6 +37,9 @@ class Op:
     routed_bytes: float = 0
     makes_gradient: bool = False
     group: str = ""
+    experts: int = 0
+    groups: tuple[int, int] | None = None
+    launches: float = 0
 
     @property
     def fixed_bytes(self) -> float:

@@ -31,7 +31,8 @@ class Layout:
     """How the ranks of one stage share its work.
 
     `sharding` is the stage of ZeRO; `sequence` divides norms and residuals among the ranks of
-    a tensor group, too. The experts' group is taken from context and data ranks.
+    a tensor group, too. The experts' group is taken from tensor, context and data ranks: each
+    of its ranks has whole experts.
     """
 
     tensor: int = 1
@@ -44,10 +45,10 @@ class Layout:
     def __post_init__(self) -> None:
         if not 0 <= self.sharding <= 3:
             raise PlanError(f"sharding is a stage of ZeRO from 0 to 3, got {self.sharding}")
-        if (self.context * self.data) % self.expert:
+        if self.num_ranks % self.expert:
             raise PlanError(
-                f"{self.expert} expert ranks do not divide {self.context} context times "
-                f"{self.data} data ranks"
+                f"{self.expert} expert ranks do not divide {self.tensor} tensor times "
+                f"{self.context} context times {self.data} data ranks"
             )
 
     @property
@@ -72,9 +73,11 @@ class Layout:
         if name == "context":
             return Group(self.context, self.tensor)
         if name == "expert":
-            return Group(self.expert, self.tensor)
+            return Group(self.expert)
         if name == "experts":  # replicas of the same experts
-            return Group(self.context * self.data // self.expert, self.tensor * self.expert)
+            if self.expert == 1:
+                return Group(self.context * self.data, self.tensor)
+            return Group(self.num_ranks // self.expert, self.expert)
         return Group(self.context * self.data, self.tensor)
 
 
@@ -83,8 +86,10 @@ def op_time(op: Op, hardware: Hardware, layout: Layout) -> float:
     if op.group:
         kind: Collective = op.name  # type: ignore[assignment]
         copies = op.num_bytes / op.made_bytes if op.made_bytes else 1.0
-        return collective_time(kind, op.num_bytes, layout.group(op.group), hardware, copies)
-    return hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
+        group = layout.group(op.group)
+        return collective_time(kind, op.num_bytes, group, hardware, copies, op.groups)
+    work = hardware.time(op.op_class, op.dtype, op.flops, op.num_bytes)
+    return max(work, op.launches * hardware.launch)
 
 
 def share_of(
@@ -102,7 +107,7 @@ def share_of(
         seen = _expert_parallel(seen, layout.expert, stream)
     if layout.tensor > 1:
         sizes = (stream, source)
-        seen = _tensor_parallel(seen, layout.tensor, layout.sequence, *sizes, regathers)
+        seen = _tensor_parallel(seen, layout, *sizes, regathers)
     return seen
 
 
@@ -152,14 +157,24 @@ def _expert_parallel(seen: Observation, ranks: int, stream: float) -> Observatio
         return seen
 
     def part(op: Op) -> Op:
-        if not op.routed_bytes:
+        if not op.experts:
             return op
         # Each rank has fewer experts and as many tokens for them.
-        less = op.fixed_bytes * (1 - 1 / ranks)
-        return replace(op, num_bytes=op.num_bytes - less, state_bytes=op.state_bytes / ranks)
+        less = op.fixed_bytes if op.op_class != "memory" else op.num_bytes
+        return replace(
+            op,
+            num_bytes=op.num_bytes - less * (1 - 1 / ranks),
+            made_bytes=op.made_bytes / (ranks if op.makes_gradient else 1),
+            state_bytes=op.state_bytes / ranks,
+            launches=op.launches / ranks,
+        )
 
     # Each token goes to several experts; a node has `stream` bytes of different ones.
-    sent = replace(_collective("all_to_all", "expert", routed), made_bytes=min(stream, routed))
+    sent = replace(
+        _collective("all_to_all", "expert", routed),
+        made_bytes=min(stream, routed),
+        groups=next(op.groups for op in seen.forward if op.routed_bytes),
+    )
     travel = [sent] * 2
     back = travel if seen.backward_input or seen.backward_weight else []
     return replace(
@@ -171,12 +186,17 @@ def _expert_parallel(seen: Observation, ranks: int, stream: float) -> Observatio
 
 
 def _tensor_parallel(
-    seen: Observation, ranks: int, sequence: bool, stream: float, source: float, regathers: bool
+    seen: Observation, layout: Layout, stream: float, source: float, regathers: bool
 ) -> Observation:
+    ranks, sequence, is_whole = layout.tensor, layout.sequence, layout.expert > 1
+
     def part(op: Op) -> Op:
         if op.group:  # heads are divided, and tokens on their way to experts
             less = op.made_bytes / ranks
             return replace(op, num_bytes=op.num_bytes / ranks, made_bytes=less)
+        if op.experts and is_whole:
+            loose = op.num_bytes - op.fixed_bytes
+            return replace(op, flops=op.flops / ranks, num_bytes=op.fixed_bytes + loose / ranks)
         if op.op_class == "memory" and not sequence and stream and op.made_bytes == stream:
             return op
         moved = op.num_bytes / ranks

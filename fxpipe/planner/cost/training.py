@@ -58,15 +58,19 @@ OPTIMIZERS: Mapping[str, tuple[float, float]] = MappingProxyType(
 "adamw-master" is what bf16 training uses: for weights of 16 bits it keeps a float32 copy, two
 float32 moments, and gradients in float32; for wider weights it is "adamw"."""
 
-Kernels = Literal["eager", "compiled", "fused", "overlapped"]
-KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused", "overlapped")
-"""Who runs operations: torch one by one; torch.compile, which joins those that only move data;
-hand-written kernels, which also add to a gradient inside the product that makes it; and those
-which besides hide most of a tensor group's collectives behind their products."""
+Kernels = Literal["eager", "compiled", "asynchronous", "fused", "overlapped"]
+KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "asynchronous", "fused", "overlapped")
+"""Who runs operations: torch one by one; torch.compile, which joins those that only move data, or
+with asynchronous tensor parallelism also hides most of a tensor group's collectives behind
+products; hand-written kernels, which add to a gradient inside the product that makes it; and the
+vendor's, which do that and hide collectives too."""
 
 
 _BETTER_ATTENTION = 0.55
 """How long attention takes with the vendor's latest kernel, over what torch's own takes."""
+
+_FLOAT8_LAUNCHES = 3
+"""Kernels for one expert's product in 8 bits: its operand, the operand's scales, the product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,8 @@ class Training:
     Checkpointing applies to blocks (modules with parts): "full" keeps a block's inputs
     and runs its forward again, "1/2" does so for every other block, "selective" also keeps
     the results of products and repeats only the rest, "alternate" keeps those of every other
-    product. `has_loss` prices a cross entropy after the model's output.
+    product. `has_loss` prices a cross entropy after the model's output. `expert_groups` says to
+    how many of how many groups of experts one token may go, as in DeepSeek-V3 to 4 of 8.
     """
 
     optimizer: str = "adamw-master"
@@ -84,6 +89,7 @@ class Training:
     kernels: Kernels = "eager"
     float8: bool = False
     has_loss: bool = False
+    expert_groups: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -98,6 +104,11 @@ class Training:
     def is_fused(self) -> bool:
         """Whether kernels add to gradients themselves, and gather what they read again."""
         return self.kernels in ("fused", "overlapped")
+
+    @property
+    def tensor_share(self) -> float:
+        """The share of a tensor group's collectives that shows."""
+        return 0.25 if self.kernels in ("asynchronous", "overlapped") else 1.0
 
     def recomputes(self, block: int) -> bool:
         """Whether the block with this number computes its forward again."""
@@ -128,8 +139,8 @@ def state_of(parameter: Parameter, training: Training, layout: Layout) -> State:
     """What a parameter takes; tensors of one dimension are on every rank of a tensor group."""
     ranks = layout.context * layout.data
     part = 1.0 if parameter.dims < 2 else 1 / layout.tensor
-    if parameter.is_expert:
-        part, ranks = part / layout.expert, ranks // layout.expert
+    if parameter.is_expert and layout.expert > 1:
+        part, ranks = 1 / layout.expert, layout.num_ranks // layout.expert
     weights = part * parameter.num_bytes
     if not parameter.is_trainable:
         return State(weights)
@@ -148,7 +159,7 @@ def state_of(parameter: Parameter, training: Training, layout: Layout) -> State:
 
 def as_run(seen: Observation, training: Training, *, is_block: bool) -> Observation:
     """What a node does with the kernels and the precision of the training."""
-    if training.kernels == "eager" and not training.float8:
+    if training.kernels == "eager" and not training.float8 and training.expert_groups is None:
         return seen
 
     def run(op: Op) -> Op:
@@ -156,6 +167,11 @@ def as_run(seen: Observation, training: Training, *, is_block: bool) -> Observat
             return replace(op, num_bytes=op.num_bytes / 2)
         if op.op_class == "attention" and training.kernels == "overlapped":
             return replace(op, flops=_BETTER_ATTENTION * op.flops)
+        if op.op_class == "matmul" and op.experts and training.is_fused:
+            each = _FLOAT8_LAUNCHES if training.float8 else 1
+            op = replace(op, launches=op.experts * each)
+        if op.routed_bytes:
+            op = replace(op, groups=training.expert_groups)
         if op.op_class == "matmul" and training.float8 and is_block and op.dtype != "float32":
             return replace(op, dtype="float8")
         return op

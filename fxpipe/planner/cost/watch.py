@@ -166,7 +166,12 @@ def _run_backward(
         elif edges and op.op_class == "memory" and op.name not in _PUT_OFF:
             input_ops.append(op)
         else:
-            weight_ops.append(replace(op, makes_gradient=op.op_class != "memory"))
+            # The gradient of a stack of weights is a stack of products.
+            _, _, shapes = signature
+            is_stack = op.op_class == "matmul" and len(shapes[0][0]) == 3
+            experts = shapes[0][0][0] if is_stack else op.experts
+            is_product = op.op_class != "memory"
+            weight_ops.append(replace(op, makes_gradient=is_product, experts=experts))
             if op.op_class != "memory" or op.name in _LOOKUPS:
                 operands |= storages
     return _Halves(tuple(input_ops), tuple(weight_ops), whole.peak, sum(operands.values()))
@@ -296,6 +301,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     state_bytes,
                     sum(t.numel() * t.element_size() for t in keys),
                     _routed(op_class, read, state),
+                    experts=max((t.shape[0] for t in state if t.dim() == 3), default=0),
                 )
             )
             shapes = tuple((tuple(t.shape), memory_of(t) in self._state) for t in read)

@@ -173,7 +173,7 @@ class _Prices:
         self, node: NodeInfo, seen: Observation, repeats: bool, found: Measured | None
     ) -> NodeLoad:
         machine, layout = self.hardware, self.layout
-        shown = 0.25 if self.training.kernels == "overlapped" else 1.0
+        shown = self.training.tensor_share
         waits = {
             phase: communication(seen.ops(phase), machine, layout, tensor_share=shown)
             for phase in PHASES

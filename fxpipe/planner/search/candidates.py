@@ -170,7 +170,7 @@ def candidates(
         for width in _divisors(num_ranks // (tensor * context)):
             if space.data_parallel is not None and width not in space.data_parallel:
                 continue
-            if batch_size % width or (width * context) % expert:
+            if batch_size % width or (width * context * tensor) % expert:
                 continue
             ranks = num_ranks // (tensor * context * width)
             shards = space.sharding if width * context > 1 else space.sharding[:1]

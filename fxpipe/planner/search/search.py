@@ -496,10 +496,9 @@ def _fed_by_nothing(load: Workload) -> list[tuple[int, int]]:
 
 def _inside(layout: Layout) -> Layout:
     """The layout without what differs only in how state is kept."""
-    # As many replicas as the experts' group takes, if it is larger than the context's.
-    return replace(
-        layout, data=math.lcm(layout.expert, layout.context) // layout.context, sharding=0
-    )
+    # As many replicas as the experts' group takes, if it is larger than theirs.
+    inner = layout.tensor * layout.context
+    return replace(layout, data=math.lcm(layout.expert, inner) // inner, sharding=0)
 
 
 def _least_slowest(times: Sequence[float], parts: int) -> float:

@@ -1,12 +1,14 @@
 """One rank's share of a node: what is divided, what is sent, what it takes."""
 
+from dataclasses import replace
+
 import pytest
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.collectives import Group, collective_time
 from fxpipe.planner.cost.graph_costs import Parameter
 from fxpipe.planner.cost.observation import Observation, Op
-from fxpipe.planner.cost.parallel import Layout, op_time, share_of
+from fxpipe.planner.cost.parallel import Layout, communication, op_time, share_of
 from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.cost.training import Training, as_run, state_of
 
@@ -85,13 +87,47 @@ def test_attention_that_goes_round_takes_longer_than_its_share():
 
 
 def test_experts_are_divided_and_tokens_travel_there_and_back():
-    seen = Observation((product(routed_bytes=40.0),), (product(),), (product(),))
+    seen = Observation((product(routed_bytes=40.0, experts=4),), (product(),), (product(),))
 
     part = share_of(seen, Layout(expert=4, data=4), 40.0, 40.0)
 
     assert part.forward[0].num_bytes == 80.0 - 30.0
     assert part.forward[0].flops == 800.0
     assert [op.name for op in part.forward if op.group] == ["all_to_all"] * 2
+
+
+def test_gradients_of_experts_are_divided_too():
+    # Each rank was charged with the gradients of all 256 experts of DeepSeek-V3.
+    gradient = replace(product(experts=8), makes_gradient=True, state_bytes=0, made_bytes=40.0)
+    seen = Observation((product(routed_bytes=40.0, experts=8),), (), (gradient,))
+
+    part = share_of(seen, Layout(expert=4, data=4), 40.0, 40.0)
+
+    assert part.backward_weight[0].num_bytes == gradient.num_bytes - 30.0
+    assert part.backward_weight[0].made_bytes == 10.0
+
+
+def test_short_products_of_many_experts_take_as_long_as_their_launches():
+    kernel = product(routed_bytes=40.0, experts=16)
+    seen = as_run(Observation((kernel,)), Training(kernels="fused", float8=True), is_block=True)
+    machine = replace(H100, launch=1.0)
+
+    times = [
+        op_time(share_of(seen, layout, 40.0, 40.0).forward[0], machine, layout)
+        for layout in (Layout(), Layout(expert=4, data=4), Layout(tensor=4, expert=4))
+    ]
+
+    assert times == [48.0, 12.0, 12.0]
+    plain = as_run(Observation((kernel,)), Training(kernels="compiled"), is_block=True)
+    assert op_time(plain.forward[0], machine, Layout()) < 1.0
+
+
+def test_tokens_that_may_go_to_half_of_the_groups_of_experts_reach_fewer_nodes():
+    free, limited = (
+        collective_time("all_to_all", 8e9, Group(64), H100, 8, within) for within in (None, (4, 8))
+    )
+
+    assert 0.68 < limited / free < 0.69
 
 
 def test_a_token_goes_to_a_node_once_however_many_of_its_experts_it_is_for():
@@ -128,7 +164,7 @@ def test_state_follows_tensor_and_expert_groups():
 
     assert state_of(weight, Training(), layout).weights == 1000
     assert state_of(norm, Training(), layout).weights == 16
-    assert state_of(expert, Training(), layout).weights == 250
+    assert state_of(expert, Training(), layout).weights == 500
 
 
 def test_float8_and_fused_kernels_change_operations():
@@ -170,7 +206,21 @@ def test_collectives_are_priced_on_the_group_they_join():
     assert op_time(op, H100, Layout(tensor=8)) == collective_time("all_reduce", 1e9, Group(8), H100)
 
 
-@pytest.mark.parametrize("layout", [{"sharding": 4}, {"expert": 3, "data": 4}])
+@pytest.mark.parametrize(
+    "layout", [{"sharding": 4}, {"expert": 3, "data": 4}, {"expert": 3, "tensor": 2}]
+)
 def test_layouts_that_make_no_sense_are_refused(layout):
     with pytest.raises(PlanError, match=r"from 0 to 3|do not divide"):
         Layout(**layout)
+
+
+def test_asynchronous_tensor_parallelism_hides_most_of_its_collectives():
+    reduce = Op("all_reduce", "memory", "bfloat16", 0, 1e9, 0, group="tensor")
+    layout = Layout(tensor=8)
+
+    times = [
+        communication([reduce], H100, layout, tensor_share=Training(kernels=kernels).tensor_share)
+        for kernels in ("compiled", "asynchronous")
+    ]
+
+    assert 0 < times[1] < times[0] / 3

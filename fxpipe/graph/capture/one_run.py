@@ -175,10 +175,12 @@ def _recorded(
     with ExitStack() as stack:
         stack.enter_context(intercepted(module, trace))
         stack.enter_context(listening(trace.on_pipe_split))
-        stack.enter_context(watched_masks(module, trace.on_mask, trace.is_opened))
-        stack.enter_context(watched_lists(trace.on_list))
-        stack.enter_context(watched_functions(task.asking, trace.on_value_function))
-        stack.enter_context(watched_draws(trace.is_opened, trace.on_draw, trace.refuse, module))
+        stack.enter_context(watched_masks(module, trace.calls.mask, trace.is_opened))
+        stack.enter_context(watched_lists(trace.calls.list_of))
+        stack.enter_context(watched_functions(task.asking, trace.calls.value_function))
+        stack.enter_context(
+            watched_draws(trace.is_opened, trace.writer.refuse_draw, trace.writer.refuse, module)
+        )
         stack.enter_context(mode)
         stack.enter_context(trace.reads.watching())
         try:
@@ -195,12 +197,12 @@ def _recorded(
 
 def _check_opened(task: Task, settings: Settings, trace: Trace) -> None:
     """Raise if splits were found inside leaves, or functions that could stay one call."""
-    more = trace.wanted - settings.opened
+    more = trace.writer.wanted - settings.opened
     if more:
         why = f"to open {', '.join(sorted(more))}, where a split was found"
         opened = settings.opened | more
         raise OtherSettings(dataclasses.replace(settings, opened=opened, why=why)) from None
-    asking = trace.asking - task.asking
+    asking = trace.operations.asking - task.asking
     if asking:
         task.asking.update(asking)
         names = ", ".join(sorted({found.name for found in asking}))
@@ -209,7 +211,7 @@ def _check_opened(task: Task, settings: Settings, trace: Trace) -> None:
 
 
 def _check_flags(settings: Settings, trace: Trace, module: nn.Module) -> None:
-    if settings.true_flags or not trace.asks_for_gradients:
+    if settings.true_flags or not trace.operations.asks_for_gradients:
         return
     if any(p.is_floating_point() for p in module.parameters() if not p.requires_grad):
         why = "with frozen parameters frozen, since code asks for requires_grad"

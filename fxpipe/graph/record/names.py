@@ -7,16 +7,19 @@ and the dtypes that the code read off tensors before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.graph.facts import Ambient, Region
+from fxpipe.graph.facts import Ambient, NodeFacts, Region
+from fxpipe.graph.source_line import a_value_decides, user_frame
 from fxpipe.torch_inside import autocast_settings
 
-__all__ = ["Names", "Surroundings"]
+__all__ = ["Names", "Running", "Surroundings"]
 
 
 class Names:
@@ -112,3 +115,75 @@ class Surroundings:
     def regions(self) -> tuple[Region, ...]:
         """Return the `checkpoint()`s that are running, outermost first."""
         return tuple(self._regions)
+
+
+class Running:
+    """Whose code runs now; `opened` and `leaves` are modules, the outermost first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names = Names(module)
+        self.around = Surroundings()
+        self.opened: list[nn.Module] = []
+        self.leaves: list[nn.Module] = []
+        self.is_busy = False  # with what is not written down
+        self.is_reading = False  # code that runs beside the trace, whose reads count
+        self._thread = threading.get_ident()
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the code of a leaf runs, or code that is not written down."""
+        return bool(self.leaves) or self.is_busy
+
+    @property
+    def inside(self) -> nn.Module | None:
+        """The innermost opened module whose forward runs."""
+        return self.opened[-1] if self.opened else None
+
+    def is_opened(self) -> bool:
+        """Say whether opened code of the model is running."""
+        is_here = threading.get_ident() == self._thread
+        return is_here and bool(self.opened) and not self.is_elsewhere
+
+    def is_read(self) -> bool:
+        """Say whether what is read now decides what a stage does."""
+        return self.is_reading or self.is_opened()
+
+    @contextmanager
+    def in_leaf(self, module: nn.Module) -> Iterator[None]:
+        """Take code for that of a leaf, until exit."""
+        self.leaves.append(module)
+        try:
+            yield
+        finally:
+            self.leaves.pop()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Have functions run without being written down, until exit."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def name_of(self, module: nn.Module) -> str | None:
+        return self.names.of(module, self.inside)
+
+    def name_of_state(self, tensor: torch.Tensor) -> str | None:
+        return self.names.of_state(tensor, self.inside)
+
+    def facts(self) -> NodeFacts:
+        """Say what is known about a node that is written now."""
+        owner = self.name_of(self.inside) if self.inside is not None else ""
+        return NodeFacts(
+            owner=owner or "",
+            where=user_frame(),
+            ambient=self.around.ambient(),
+            regions=self.around.regions(),
+            dtypes_read=self.around.dtypes_read,
+        )
+
+    def data_dependent(self) -> str:
+        """Say that a value decides what the running code does."""
+        who = "the model" if self.inside is None else type(self.inside).__name__
+        return a_value_decides(who, user_frame())

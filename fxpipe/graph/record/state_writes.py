@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.graph.calls.graph_calls import Kept
 from fxpipe.graph.guard.reads import Read, Reads
-from fxpipe.graph.nested import walk
+from fxpipe.graph.nested import is_atom, walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import HOOKS, buffers_of
 
-__all__ = ["Carried", "StateWatch", "hook_count", "moved_settings"]
+__all__ = ["Carried", "StateWatch", "hook_count"]
 
 _log = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str)
@@ -58,7 +59,17 @@ class StateWatch:
         self._before = {name: dict(vars(part)) for name, part in self._modules.items()}
         self._plain = {name: _plain_attributes(part) for name, part in self._modules.items()}
 
-    def write(self, tape: Tape) -> list[str]:
+    def finish(self, reads: Reads, tape: Tape) -> tuple[list[str], list[Carried]]:
+        """Write what opened code leaves behind; return what cannot be, as text and one by one."""
+        faults = [*self._write(tape), *_moved_settings(reads, tape)]
+        carried = self._carried(reads, tape)
+        for one in carried:
+            if is_atom(one.value):
+                left = Kept(one.read.holder, one.read.name)
+                tape.write("call_function", left, (one.value,), {})
+        return [*faults, *(one.fault for one in carried)], carried
+
+    def _write(self, tape: Tape) -> list[str]:
         """Write what the opened code assigned; return what cannot be written, as text."""
         for name, before in self._plain.items():
             now = _plain_attributes(self._modules[name])
@@ -88,7 +99,7 @@ class StateWatch:
                 faults.append(_fault(name, is_buffer, slot.fake, new))
         return faults
 
-    def carried(self, reads: Reads, tape: Tape) -> list[Carried]:
+    def _carried(self, reads: Reads, tape: Tape) -> list[Carried]:
         """Return the attributes that opened code read and changed.
 
         A flag may remember that this run put hooks on modules: the trace has seen them act.
@@ -120,7 +131,7 @@ def hook_count(modules: Iterable[nn.Module]) -> int:
     return sum(len(vars(part).get(kind, ())) for part in modules for kind in HOOKS)
 
 
-def moved_settings(reads: Reads, tape: Tape) -> list[str]:
+def _moved_settings(reads: Reads, tape: Tape) -> list[str]:
     """Return what opened code asked for outside of the model and has changed, as text."""
     faults = []
     for key, asked in list(reads.asked.items()):

@@ -1,0 +1,164 @@
+"""Write calls of opened code that are no torch functions as one node each.
+
+Mask functions, functions of whole numbers, hooks that only look, and checks that the user makes.
+What turns out to be something else runs like any other code of an opened module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.graph.calls.attention_masks import MaskCall
+from fxpipe.graph.calls.graph_calls import Asserted, Observed
+from fxpipe.graph.calls.late_lists import Numbers
+from fxpipe.graph.calls.value_functions import ValueFunction
+from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.record.constant_values import ValueDecidesError
+from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
+from fxpipe.graph.record.leaf_runs import LeafRuns
+from fxpipe.graph.record.names import Running
+from fxpipe.graph.record.operations import Operations
+from fxpipe.graph.record.torch_functions import plain_tuples
+from fxpipe.graph.record.writer import Writer
+from fxpipe.graph.sizes.symbols import Sizes
+from fxpipe.graph.source_line import user_frame
+from fxpipe.torch_inside import FakeTensor, version_of
+
+__all__ = ["WholeCalls"]
+
+
+class WholeCalls:
+    """Runs and writes such calls of one trace; `inputs` are the values of the example."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        running: Running,
+        writer: Writer,
+        leaves: LeafRuns,
+        operations: Operations,
+        inputs: ExampleValues,
+    ) -> None:
+        self._sizes = sizes
+        self._running = running
+        self._writer = writer
+        self._tape = writer.tape
+        self._leaves = leaves
+        self._operations = operations
+        self._inputs = inputs
+
+    def mask(self, call: MaskCall, args: Any, kwargs: Any) -> Any:
+        """Write the making of an attention mask as one node, if there is a mask."""
+        if not self._running.is_opened():
+            return call(*args, **kwargs)
+        try:
+            output = self._operations.run_unseen(call, args, kwargs, False)
+        except Exception:
+            return call(*args, **kwargs)  # as any other code
+        tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        if not made or any(leaf is tensor for leaf in made for tensor in tensors):
+            return call(*args, **kwargs)
+        node_args, node_kwargs = self._writer.argument(args), self._writer.argument(kwargs)
+        node = self._tape.write("call_function", call, node_args, node_kwargs)
+        shown = tuple(self._tape.node_of(tensor) for tensor in call.shown(args, kwargs))
+        self._tape.facts.learn(node, untouched=shown)
+        self._tape.adopt(node, output, tensors)
+        return output
+
+    def value_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Write a function of whole numbers as one node, if it is one."""
+        if not self._running.is_opened():
+            return function(*args, **kwargs)
+        owner = args[0] if args and isinstance(args[0], nn.Module) else None
+        call = ValueFunction(function, owner)
+        rest = args if owner is None else args[1:]
+        try:
+            with self._running.unseen():
+                output = self._inputs.whole(call, rest, kwargs)
+                self._running.is_reading = True
+                self._inputs.run(function, args, kwargs)
+        except NoValueError:
+            return function(*args, **kwargs)  # as any other code
+        finally:
+            self._running.is_reading = False
+        node_args, node_kwargs = (
+            self._writer.argument(plain_tuples(rest)),
+            self._writer.argument(kwargs),
+        )
+        node = self._tape.write("call_function", call, node_args, node_kwargs)
+        self._tape.adopt(node, output)
+        self._writer.check_parts(node, output)
+        self._writer.check_sizes(output)
+        return output
+
+    def list_of(self, tensor: torch.Tensor, make: Callable[[], Any]) -> Any:
+        """Return the values of a tensor as a list, made late if its length is a size."""
+        if self._running.is_busy or not _has_open_length(tensor):
+            return make()
+        if self._running.leaves and self._leaves.example is not None and not self._leaves.may_list:
+            raise ValueDecidesError(
+                self._running.data_dependent()
+            )  # the leaf runs on the example then
+        if not self._running.is_opened():
+            return make()
+        self._operations.has_lists = True
+        return Numbers(tensor, make)
+
+    def hook(self, hook: Callable[..., Any], module: nn.Module, values: tuple[Any, ...]) -> Any:
+        """Run a user's hook; one that only looks is a node, and looks again in the stage.
+
+        In a leaf it is part of the call. There, one that fails on fakes looks at values.
+        """
+        if not self._running.is_opened():
+            names = {self._running.name_of(part) for part in self._running.leaves}
+            self._writer.hooked.update(name for name in names if name is not None)
+            with suppress(Exception):
+                return hook(module, *values)
+            return None
+        tensors = [leaf for _, leaf in walk(values) if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
+        counts = [sys.getrefcount(tensor) for tensor in tensors]
+        with self._running.in_leaf(module), self._leaves.touching() as touched:
+            try:
+                changed = hook(module, *values)
+            except Exception:
+                changed, touched = None, {id(tensor) for tensor in tensors}
+        if changed is not None or [version_of(tensor) for tensor in tensors] != versions:
+            return hook(module, *values)  # as any other opened code
+        for tensor, count in zip(tensors, counts, strict=True):
+            if sys.getrefcount(tensor) > count:
+                touched.add(id(tensor))
+        shown = {id(leaf) for _, leaf in walk(values[-1])} | touched
+        # What the hook does not look at need not travel to the stage that shows the rest.
+        values = map_leaves(
+            lambda leaf: None if isinstance(leaf, torch.Tensor) and id(leaf) not in shown else leaf,
+            values,
+        )
+        self._tape.write("call_function", Observed(hook, module), self._writer.argument(values), {})
+        return None
+
+    def check(self, condition: Any) -> bool:
+        """Write down a check of values that the user makes; one of sizes is a condition."""
+        if not self._running.is_opened():
+            return False
+        if isinstance(condition, FakeTensor):
+            node = self._writer.argument(condition)
+            self._tape.write("call_function", Asserted(user_frame()), (node,), {})
+            return True
+        if has_unbacked(condition, self._sizes.env):
+            raise ValueDecidesError(self._running.data_dependent())
+        if isinstance(condition, torch.SymBool):
+            self._sizes.decided(condition)
+        return False
+
+
+def _has_open_length(tensor: torch.Tensor) -> bool:
+    is_list = tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+    return is_list and isinstance(tensor.shape[0], torch.SymInt)

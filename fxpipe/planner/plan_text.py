@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.planner.cost.presets import EXPERTS_ERROR
-from fxpipe.planner.search.estimate import Memory
+from fxpipe.planner.search.estimate import Memory, predict
 from fxpipe.planner.search.option import Option, why_slower
 from fxpipe.text import aligned, bytes_text, html_table, seconds_text
 
@@ -87,7 +87,7 @@ def _head(plan: Plan) -> list[str]:
             f"each rank does {plan.tokens_per_second:,.0f} tokens/s and {each / 1e12:.4g} TFLOP/s, "
             f"{plan.utilization:.1%} of its bfloat16 peak (MFU)"
         )
-    lines += _zero_bubble_line(plan)
+    lines += [*_zero_bubble_line(plan), *_near_line(plan), *_host_line(plan)]
     if not best.candidate.is_buildable:
         lines.append(
             "build() makes pipelines with replicas; tensor, context and expert parallelism and "
@@ -108,12 +108,41 @@ def _zero_bubble_line(plan: Plan) -> list[str]:
     return [f"why no zero bubble: the best of them, {first.candidate}, is {why}"]
 
 
+def _near_line(plan: Plan) -> list[str]:
+    """How many other options may be as quick, for all that the prediction knows."""
+    limit = plan.best.step_time * (1 + _median_error(plan))
+    others = [o for o in plan.options[1:] if o.missing(plan.memory_limit) <= 0]
+    near = sum(option.step_time < limit for option in others)
+    if not near or not _median_error(plan):
+        return []
+    return [f"{near} more of the options below are within that error: measure the first few"]
+
+
+def _host_line(plan: Plan) -> list[str]:
+    """What offloading puts into host memory, which nothing here checks."""
+    best, machine = plan.best, plan.hardware
+    if not best.candidate.offload:
+        return []
+    layout = best.candidate.layout
+    plain = predict(best.make_program(), best.stages, best.edge_bytes, machine, layout)
+    kept = zip(plain.memory, best.prediction.memory, strict=True)
+    most = max(there.activations - here.activations for there, here in kept)
+    return [
+        f"offloading puts about {bytes_text(most)} of a rank into host memory, so "
+        f"{bytes_text(most * machine.ranks_per_node)} of a full node: see that it has so much"
+    ]
+
+
 def _error(plan: Plan) -> str:
     """How far off the time may be, going by published rows."""
-    error = plan.hardware.error
-    if error and plan.best.candidate.expert_parallel > 1:
-        error = max(error, EXPERTS_ERROR)
+    error = _median_error(plan)
     return f" +- {error:.0%}" if error else ""
+
+
+def _median_error(plan: Plan) -> float:
+    error = plan.hardware.error
+    has_experts = plan.best.candidate.expert_parallel > 1
+    return max(error, EXPERTS_ERROR) if error and has_experts else error
 
 
 def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:

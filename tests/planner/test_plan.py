@@ -325,6 +325,16 @@ def test_stages_of_a_pipe_are_kept(mode):
         assert_trains_like(model, built)
 
 
+def test_the_text_counts_options_that_the_error_does_not_tell_apart():
+    asked = {"num_ranks": 4, "batch_size": 16, "optimizer": "sgd"}
+    sure = make(hardware=replace(BARE, error=0.0), **asked)
+    unsure = make(hardware=replace(BARE, error=10.0), **asked)
+
+    others = sum(option.missing(unsure.memory_limit) <= 0 for option in unsure.options[1:])
+    assert "within that error" not in str(sure)
+    assert f"{others} more of the options below are within that error" in str(unsure)
+
+
 def test_host_memory_is_offered_where_it_beats_computing_again():
     asked = {"num_ranks": 4, "batch_size": 16, "microbatch_sizes": (2,), "data_parallel": 1}
     # So that times weigh more than what any operation takes at least.
@@ -341,6 +351,7 @@ def test_host_memory_is_offered_where_it_beats_computing_again():
     assert free.best.step_time <= found.best.step_time < again.best.step_time
     assert found.best.peak <= 0.8 * free.best.peak
     assert "offload 2" in str(found)
+    assert "into host memory" in str(found) and "into host memory" not in str(free)
     kinds = {a.kind.name for row in found.best.timeline(machine)[0].ranks for a in row}
     assert {"OFFLOAD", "RELOAD"} <= kinds
     assert Plan.from_json(found.to_json()).best == found.best

@@ -51,7 +51,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 # each other down (https://forums.developer.nvidia.com/t/352186).
 _PINNED = 0.79
 
-# Fragmentation, and what published rows hold beyond what is predicted: with 5%, six would be
+# Fragmentation, and what published rows hold beyond what is predicted: with 5%, five would be
 # more than 3% low.
 _RESERVE = 0.07
 

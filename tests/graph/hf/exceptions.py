@@ -3,14 +3,15 @@
 `EXCEPTIONS` are fields of the configuration (a dot reaches into a part), `KINDS` the
 inputs where the task does not tell, `CLASSES` the class where the first task that
 lists the type is not the one to measure, `IMAGE_TOKENS` the number of features that
-one image, or sound, becomes.
+one image, or sound, becomes. `MADE_AT_FIRST_USE` are run once before they are split: they make
+modules when they first run.
 """
 
 from typing import Any
 
 from tests.graph.hf.shrink import DROP
 
-__all__ = ["CLASSES", "EXCEPTIONS", "IMAGE_TOKENS", "KINDS"]
+__all__ = ["CLASSES", "EXCEPTIONS", "IMAGE_TOKENS", "KINDS", "MADE_AT_FIRST_USE"]
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
@@ -242,8 +243,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "drop_path_rate": [0.0, 0.0, 0.0],
         "patch_sizes": [7, 3, 3],
     },
-    "textnet": {"hidden_sizes": [16, 16, 16, 16, 16], "stem_num_channels": 3},
+    "textnet": {"hidden_sizes": [16, 16, 16, 16, 16], "stem_out_channels": 16},
     "align": {
+        "projection_dim": 80,
         "vision_config.width_coefficient": 0.25,
         "vision_config.depth_coefficient": 0.3,
         "vision_config.image_size": 64,
@@ -308,7 +310,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vision_config.num_frames": 4,
     },
     "gemma3": {"mm_tokens_per_image": 4},
-    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4, "yes_token_index": 5, "no_token_index": 6},
     "reformer": {
         "axial_pos_shape": [4, 16],
         "axial_pos_embds_dim": [16, 16],
@@ -318,6 +320,22 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "axial_pos_embds": False,
     },
     "data2vec-audio": {"mask_time_prob": 0.0},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "bailing_hybrid": {"num_expert_group": 1},
+    "dots3_note": {
+        "vision_config.adapter_in_dim": 32,
+        "vision_config.adapter_out_dim": 32,
+        "audio_config.adapter_input_size": 32,
+        "audio_config.adapter_out_dim": 32,
+        "pad_token_id": 0,
+    },
+    "neomme": {
+        "rope_parameters.full_attention.partial_rotary_factor": 0.5,
+        "rope_parameters.sliding_attention.partial_rotary_factor": 0.5,
+    },
+    "pop2piano": {"num_mel_bins": 32},  # its features are as wide as the model
+    "voxtral": {"audio_config.intermediate_size": 128, "audio_token_id": 95},
+    "moonshine_streaming": {"num_key_value_heads": 4},
     "llava_next": {"image_grid_pinpoints": [[32, 32]], "vision_feature_layer": -2},
     "llava_onevision": {"image_grid_pinpoints": [[32, 32]]},
 }
@@ -344,6 +362,7 @@ KINDS: dict[str, str] = {
     "groupvit": "image_text",
     "aimv2": "image_text",
     "xclip": "video_text",
+    "videoprism": "video_text",
     "videoprism_vision_model": "video_named",
     "vjepa2": "video_named",
     "vision-text-dual-encoder": "image_text",
@@ -411,30 +430,15 @@ CLASSES: dict[str, str] = {
 }
 # How many features one image (or sound) becomes.
 IMAGE_TOKENS: dict[str, int] = {
-    "blip-2": 4,
-    "llava_next": 36,
-    "llava_onevision": 36,
-    "llava_next_video": 36,
-    "instructblip": 4,
-    "gemma3": 4,
-    "kosmos-2": 4,
-    "aya_vision": 4,
-    "cohere2_vision": 4,
-    "deepseek_vl": 16,
+    "got_ocr2": 1, "pp_chart2table": 1, "qwen2_audio": 1,
     "florence2": 2,
-    "got_ocr2": 1,
+    "blip-2": 4, "instructblip": 4, "gemma3": 4, "kosmos-2": 4, "aya_vision": 4,
+    "cohere2_vision": 4, "idefics3": 4, "internvl": 4, "lighton_ocr": 4, "mistral3": 4,
+    "qianfan_ocr": 4, "shieldgemma2": 4, "smolvlm": 4,
+    "deepseek_vl": 16, "llava": 16, "ovis2": 16, "paligemma": 16, "voxtral": 16,
+    "video_llava": 16, "vipllava": 16,
+    "audioflamingo3": 32,
+    "llava_next": 36, "llava_onevision": 36, "llava_next_video": 36,
     "idefics2": 64,
-    "idefics3": 4,
-    "internvl": 4,
-    "lighton_ocr": 4,
-    "llava": 16,
-    "mistral3": 4,
-    "ovis2": 16,
-    "paligemma": 16,
-    "pp_chart2table": 1,
-    "qianfan_ocr": 4,
-    "qwen2_audio": 1,
-    "smolvlm": 4,
-    "video_llava": 16,
-    "vipllava": 16,
-}
+}  # fmt: skip
+MADE_AT_FIRST_USE = frozenset({"big_bird"})

@@ -189,7 +189,8 @@ def _masked_image_text(maker: _Maker) -> dict[str, Any]:
 
 
 def _video_text(maker: _Maker) -> dict[str, Any]:
-    return {**maker.text(), **_video(maker)}
+    is_named = "pixel_values_videos" in maker.accepts
+    return {**maker.text(), **(_video_named(maker) if is_named else _video(maker))}
 
 
 def _video_named(maker: _Maker) -> dict[str, Any]:
@@ -228,8 +229,9 @@ def _sound_tokens(maker: _Maker) -> dict[str, Any]:
     bins = maker.find("num_mel_bins", default=16)
     frames = 2 * maker.find("max_source_positions", default=32)
     found = {"input_features": maker.noise(bins, frames)}
-    if "feature_attention_mask" in maker.accepts:
-        found["feature_attention_mask"] = torch.ones(maker.shape.batch, frames, dtype=torch.long)
+    for name in ("feature_attention_mask", "input_features_mask"):
+        if name in maker.accepts:
+            found[name] = torch.ones(maker.shape.batch, frames, dtype=torch.long)
     return {**maker.text_around(maker.image_tokens, "audio"), **found}
 
 

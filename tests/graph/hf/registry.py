@@ -20,7 +20,13 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.graph.hf.exceptions import CLASSES, EXCEPTIONS, IMAGE_TOKENS, KINDS
+from tests.graph.hf.exceptions import (
+    CLASSES,
+    EXCEPTIONS,
+    IMAGE_TOKENS,
+    KINDS,
+    MADE_AT_FIRST_USE,
+)
 from tests.graph.hf.inputs import Shape, add_labels, make_inputs
 from tests.graph.hf.shrink import shrink
 
@@ -83,7 +89,11 @@ class Case:
         """The tiny model, in training mode."""
         torch.manual_seed(seed)
         model: nn.Module = getattr(transformers, self.class_name)(self.config())
-        return model.to(dtype).train()
+        model = model.to(dtype).eval()
+        if self.model_type in MADE_AT_FIRST_USE:  # as the error of `pipeline()` says
+            with torch.no_grad():
+                model(**self.inputs(model, Shape(dtype=dtype)))
+        return model.train()
 
     def inputs(self, model: nn.Module, shape: Shape) -> dict[str, Any]:
         """Keyword inputs for one forward."""

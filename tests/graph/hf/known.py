@@ -71,39 +71,39 @@ FULL = _names(
     afmoe aimv2 aimv2_vision_model altclip apertus arcee aria_text audio-spectrogram-transformer
     axk1 axk2 aya_vision beam beit bert-generation big_bird bigbird_pegasus biogpt bit bitnet
     blenderbot blenderbot-small blip-2 bridgetower camembert canary canine chinese_clip
-    chinese_clip_vision_model clip_text_model clip_vision_model clipseg codegen cohere2
-    cohere2_moe cohere2_vision cohere_asr conditional_detr convbert convnextv2 cosmos3_edge_text
+    chinese_clip_vision_model clip_text_model clip_vision_model clipseg codegen cohere2 cohere2_moe
+    cohere2_vision cohere_asr conditional_detr convbert convnextv2 cosmos3_edge_text cosmos3_omni
     ctrl cvt cwm dac data2vec-audio data2vec-text data2vec-vision dbrx deberta deberta-v2
-    decision_transformer deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl
-    deformable_detr depth_anything detr diffllama dinov2 dinov2_with_registers dinov3_convnext
-    dinov3_vit doge donut-swin dots1 dpr dpt efficientnet embedding_gemma2 embedding_gemma2_text
-    encodec encoder-decoder ernie ernie4_5 ernie4_5_moe esm esmc eurobert evolla exaone4
-    exaone_moe falcon_h1 falcon_mamba flava flex_olmo flint florence2 fnet focalnet fsmt fuyu
-    gemma gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4
+    decision_transformer deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deformable_detr
+    depth_anything detr diffllama dinov2 dinov2_with_registers dinov3_convnext dinov3_vit doge
+    donut-swin dots1 dpr dpt efficientnet embedding_gemma2 embedding_gemma2_text encodec
+    encoder-decoder ernie ernie4_5 ernie4_5_moe esm esmc eurobert evolla exaone4 exaone_moe
+    falcon_h1 falcon_mamba flava flex_olmo flint florence2 fnet focalnet fsmt fuyu gemma
+    gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4
     glm4_moe glm4_moe_lite glm_moe_dsa glmasr glpn got_ocr2 gpt-sw3 gpt_bigcode gpt_neo
-    gpt_neox_japanese gptj granite_speech granite_speech_plus granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared groupvit gte helium hgnet_v2 hiera
-    higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt
-    inkling_text instructblip internvl internvl_vision jais2 jamba jetmoe jina_embeddings_v3
-    kimi_linear kolibri1 kosmos-2 kosmos-2.5 laguna lasr_ctc lasr_encoder layoutlm layoutlmv3 led
-    levit lfm2 lfm2_moe llama4 llama4_text longcat_flash longformer longt5 luke lxmert mamba
-    marian markuplm maskformer-swin mbart megatron-bert mellum metaclip_2 mgp-str mimi
-    mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minimax minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mlcd mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit
-    mobilevitv2 modernbert-decoder modernvbert molmo2_text moonshine moshi moss_transcribe_diarize
-    mpt mra muse_glimmer_text muse_spark_text musicflamingo mvp nanochat nemo_speechlm nemotron
+    gpt_neox_japanese gptj granite_speech granite_speech_plus granite_swa granitemoe granitemoe_swa
+    granitemoehybrid granitemoeshared groupvit gte helium hgnet_v2 hiera higgs_audio_v2
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt inkling_text
+    instructblip internvl internvl_vision jais2 jamba jetmoe jina_embeddings_v3 kimi_linear
+    kolibri1 kosmos-2 kosmos-2.5 laguna lasr_ctc lasr_encoder layoutlm layoutlmv3 led levit lfm2
+    lfm2_moe llama4 llama4_text longcat_flash longformer longt5 luke lxmert mamba marian markuplm
+    maskformer-swin mbart megatron-bert mellum metaclip_2 mgp-str mimi mimo_v2_flash minicpm3
+    minicpm_ocr minicpmv4_6 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mlcd
+    mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2
+    modernbert-decoder modernvbert molmo2_text moonshine moshi moss_transcribe_diarize mpt mra
+    muse_glimmer_text muse_spark_text musicflamingo mvp nanochat nemo_speechlm nemotron
     nemotron3_5_transcribe_asr_audio nemotron3_diarization nemotron3_diarization_audio nemotron_h
-    nllb-moe nomic_bert nystromformer olmo olmo3 olmo_hybrid openai-gpt openai_privacy_filter
-    ovis2 owlv2 owlvit paligemma parakeet_ctc parakeet_encoder parakeet_rnnt parakeet_tdt patchtst
+    nllb-moe nomic_bert nystromformer olmo olmo3 olmo_hybrid openai-gpt openai_privacy_filter ovis2
+    owlv2 owlvit paligemma parakeet_ctc parakeet_encoder parakeet_rnnt parakeet_tdt patchtst
     pegasus_x persimmon phi phi4_multimodal phimoe pix2struct plbart poolformer pp_chart2table
-    pp_formulanet pp_lcnet prophetnet pvt pvt_v2 qianfan_ocr qwen2_moe qwen3_5_moe_text
-    qwen3_5_text qwen3_asr qwen3_next regnet rembert roberta-prelayernorm roc_bert roformer
-    sam sam_hq seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip2 smollm3 solar_open
+    pp_formulanet pp_lcnet prophetnet pvt pvt_v2 qianfan_ocr qwen2_moe qwen3_5 qwen3_5_moe_text
+    qwen3_5_text qwen3_asr qwen3_next qwen3_vl regnet rembert roberta-prelayernorm roc_bert
+    roformer sam sam_hq seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip2 smollm3 solar_open
     speech-encoder-decoder speech_to_text speecht5 stablelm swiftformer swin swinv2
-    switch_transformers t5gemma t5gemma2 table-transformer tapas timesformer tipsv2 trocr
-    ultrabert ultravbert umt5 unispeech unispeech-sat vaultgemma vibevoice_asr video_llava
-    videomae videoprism_vision_model vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer
-    wavlm xglm xlm-roberta-xl xlstm xmod yolos yoso youtu zamba zamba2 zaya
+    switch_transformers t5gemma t5gemma2 table-transformer tapas timesformer tipsv2 trocr ultrabert
+    ultravbert umt5 unispeech unispeech-sat vaultgemma vibevoice_asr video_llava videomae
+    videoprism_vision_model vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer wavlm xglm
+    xlm-roberta-xl xlstm xmod yolos yoso youtu zamba zamba2 zaya
     """
 )
 
@@ -120,10 +120,10 @@ FULL_IN_FOUR = _names(
 FIXED_SIZES = _names(
     """
     bamba mamba2 deepseek_v2 vilt
-    cosmos3_omni cpmant exaone4_5 flaubert gemma3 glm46v glm4v hyperclovax_vision_v2
+    cpmant exaone4_5 flaubert gemma3 glm46v glm4v hyperclovax_vision_v2
     idefics2 idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
     nemotron3_5_asr nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl
-    qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe rt_detr rt_detr_v2 smolvlm udop
+    qwen2_audio qwen2_vl qwen3_5_moe qwen3_vl_moe rt_detr rt_detr_v2 smolvlm udop
     xlm
     """
 )

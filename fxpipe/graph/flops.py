@@ -25,7 +25,7 @@ class _Counted(nn.Module):
         self.stage = stage
         self.note = note
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         with FlopCounterMode(display=False) as counter:
             output = self.stage(*args, **kwargs)
         self.note(counter.get_total_flops())
@@ -38,7 +38,7 @@ def forward_flops(
     """The FLOPs of one microbatch's forward on each stage, at the sizes given."""
     values = {**info.example_sizes, **(sizes or {})}
 
-    def bound(leaf: Any) -> Any:
+    def bound(leaf: object) -> object:
         return leaf.bind(values) if isinstance(leaf, TensorSpec) else leaf
 
     found = []

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import sympy
 import torch
@@ -163,7 +162,7 @@ class PipeInfo:
         return self.inputs.sizes
 
     @property
-    def guards(self) -> tuple[Any, ...]:
+    def guards(self) -> tuple[object, ...]:
         """Conditions that the sizes of the inputs must satisfy."""
         return self.inputs.conditions
 
@@ -178,13 +177,17 @@ class PipeInfo:
         return SavedSplit(self.opened, dict(self.stage_of), self.hash)
 
     def name_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None, *, partial: bool = False
-    ) -> dict[str, Any]:
+        self,
+        args: Iterable[object],
+        kwargs: Mapping[str, object] | None = None,
+        *,
+        partial: bool = False,
+    ) -> dict[str, object]:
         """Return the inputs of a call by the names of the model's forward."""
         return self.inputs.name_inputs(args, kwargs, partial=partial)
 
     def bind_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
+        self, args: Iterable[object], kwargs: Mapping[str, object] | None = None
     ) -> dict[str, int]:
         """Return the value of each size symbol for the given inputs.
 

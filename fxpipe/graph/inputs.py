@@ -41,7 +41,7 @@ class Parameter:
     name: str
     kind: str
     has_default: bool
-    default: Any = None
+    default: object = None
 
 
 def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
@@ -58,11 +58,11 @@ def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
 
 def name_call(
     parameters: Iterable[Parameter],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     *,
     partial: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the arguments of a call by parameter name; defaults are not filled in.
 
     Extra positional arguments are one tuple under the name of the `*` parameter;
@@ -159,12 +159,12 @@ class InputSignature:
         return {name: tuple(places) for name, places in found.items()}
 
     def name_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None, *, partial: bool = False
-    ) -> dict[str, Any]:
+        self, args: Iterable[object], kwargs: Mapping[str, object] | None, *, partial: bool = False
+    ) -> dict[str, object]:
         """Return the inputs of a call by name; see `name_call`."""
         return name_call(self.parameters, tuple(args), dict(kwargs or {}), partial=partial)
 
-    def bind(self, named: Mapping[str, Any], *, partial: bool = False) -> dict[str, int]:
+    def bind(self, named: Mapping[str, object], *, partial: bool = False) -> dict[str, int]:
         """Return the value of each size symbol for the given inputs.
 
         Raises:
@@ -194,7 +194,7 @@ class InputSignature:
             )
         return values
 
-    def _is_default(self, name: str, value: Any) -> bool:
+    def _is_default(self, name: str, value: object) -> bool:
         default = next((p for p in self.parameters if p.name == name), None)
         if has_tensor(value) or _has_spec(value):
             return False
@@ -211,11 +211,11 @@ def path_text(path: tuple[Accessor, ...]) -> str:
     return str(first) + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in rest)
 
 
-def _has_spec(value: Any) -> bool:
+def _has_spec(value: object) -> bool:
     return any(isinstance(leaf, TensorSpec) for _, leaf in walk(value))
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     if left is right:
         return True
     try:
@@ -226,8 +226,8 @@ def _same(left: Any, right: Any) -> bool:
 
 def _compare(
     path: tuple[Accessor, ...],
-    expected: Any,
-    given: Any,
+    expected: object,
+    given: object,
     values: dict[str, int],
     unsolved: list[tuple[str, Dim, int]],
     faults: list[str],
@@ -330,7 +330,7 @@ def _holds(condition: sympy.Basic, values: dict[str, int]) -> bool:
         return False
 
 
-def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, object]:
     """Return inputs with each tensor replaced by its `TensorSpec`, as `spec` gives it.
 
     Constants are copied: the user may change a dict of options between two calls.

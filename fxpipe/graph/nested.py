@@ -68,8 +68,8 @@ class Branch:
     """One level of a nested value."""
 
     accessors: tuple[Accessor, ...]
-    children: tuple[Any, ...]
-    make: Callable[[tuple[Any, ...]], Any]
+    children: tuple[object, ...]
+    make: Callable[[tuple[object, ...]], object]
     is_plain: bool  # tuple, list or dict: graph code can write it directly
 
 
@@ -105,18 +105,20 @@ def branch(value: Any) -> Branch | None:
     return None
 
 
-def _ends(value: slice) -> tuple[Any, ...]:
+def _ends(value: slice) -> tuple[object, ...]:
     return (value.start, value.stop, value.step)
 
 
-def is_atom(value: Any) -> bool:
+def is_atom(value: object) -> bool:
     """Say whether a value has no parts that could change: a number, a text, a dtype, None."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_atom, value))
     return isinstance(value, (*_PLAIN, enum.Enum)) or value is None
 
 
-def walk(value: Any, path: tuple[Accessor, ...] = ()) -> Iterator[tuple[tuple[Accessor, ...], Any]]:
+def walk(
+    value: object, path: tuple[Accessor, ...] = ()
+) -> Iterator[tuple[tuple[Accessor, ...], Any]]:
     """Yield every leaf and constant of a value, with the way to reach it."""
     found = branch(value)
     if found is None:
@@ -126,7 +128,7 @@ def walk(value: Any, path: tuple[Accessor, ...] = ()) -> Iterator[tuple[tuple[Ac
         yield from walk(child, (*path, accessor))
 
 
-def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(change: Callable[[Any], object], value: object) -> Any:
     """Return the value with `change` applied to each leaf and constant.
 
     A part in which nothing changes is returned as the same object.
@@ -140,7 +142,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     return found.make(children)
 
 
-def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bool:
+def has_tensor(value: object, _depth: int = 0, _seen: set[int] | None = None) -> bool:
     """Say whether a tensor or a symbolic number is anywhere inside a value."""
     if isinstance(value, _NUMBERS) or getattr(type(value), "is_atom", False):
         return True
@@ -166,7 +168,7 @@ def has_tensor(value: Any, _depth: int = 0, _seen: set[int] | None = None) -> bo
     return any(has_tensor(part, _depth + 1, seen) for part in inner)
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value: object) -> Any:
     """Return the value with the same leaves in new containers and objects."""
     found = branch(value)
     if found is not None:
@@ -174,7 +176,7 @@ def snapshot(value: Any) -> Any:
     return copied(value) if any(True for _ in mutable_parts(value)) else value
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> object:
     """Return a deep copy, or the value itself if it cannot be copied."""
     try:
         return copy.deepcopy(value)
@@ -182,7 +184,7 @@ def copied(value: Any) -> Any:
         return value
 
 
-def mutable_parts(value: Any) -> Iterator[Any]:
+def mutable_parts(value: object) -> Iterator[object]:
     """Yield what a callee could change: plain lists and dicts, and objects as a whole."""
     if isinstance(value, (*_ATOMS, enum.Enum)) or getattr(type(value), "is_atom", False):
         return
@@ -198,7 +200,7 @@ def mutable_parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-def contents(value: Any, _depth: int = 0) -> Any:
+def contents(value: object, _depth: int = 0) -> object:
     """Describe what is inside a value, so that two descriptions show whether it changed.
 
     For a plain list or dict only which things are in it, not what those hold.
@@ -220,7 +222,7 @@ def contents(value: Any, _depth: int = 0) -> Any:
     return (identity, keys, tuple(contents(part, _depth + 1) for part in parts))
 
 
-def _parts(value: Any) -> tuple[Any, ...] | None:
+def _parts(value: object) -> tuple[object, ...] | None:
     if isinstance(value, dict):
         extra = tuple(vars(value).values()) if hasattr(value, "__dict__") else ()
         return (*value.values(), *extra)
@@ -229,7 +231,7 @@ def _parts(value: Any) -> tuple[Any, ...] | None:
     return tuple(vars(value).values()) if hasattr(value, "__dict__") else None
 
 
-def closed_over(function: Any) -> tuple[Any, ...]:
+def closed_over(function: object) -> tuple[object, ...]:
     """Return what a function closes over; a name that has no value yet is left out."""
     found = []
     for cell in getattr(function, "__closure__", None) or ():
@@ -243,7 +245,7 @@ def _closure(function: Any) -> Branch | None:
     if len(children) != len(function.__closure__) or _holds(function, children):
         return None
 
-    def make(new: tuple[Any, ...]) -> Any:
+    def make(new: tuple[Any, ...]) -> object:
         made = types.FunctionType(
             function.__code__,
             function.__globals__,
@@ -277,22 +279,22 @@ def _items(keys: Any) -> tuple[Accessor, ...]:
     return tuple(("item", key) for key in keys)
 
 
-def _size(sizes: tuple[Any, ...]) -> Any:
+def _size(sizes: tuple[Any, ...]) -> object:
     is_real = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
     return torch.Size(sizes) if is_real else sizes
 
 
-def _dict_maker(keys: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Any]:
+def _dict_maker(keys: tuple[object, ...]) -> Callable[[tuple[object, ...]], object]:
     return lambda children: dict(zip(keys, children, strict=True))
 
 
-def _tuple_maker(kind: type) -> Callable[[tuple[Any, ...]], Any]:
+def _tuple_maker(kind: type) -> Callable[[tuple[object, ...]], object]:
     if hasattr(kind, "_make"):
         return lambda children: kind._make(children)
     return lambda children: kind(children)
 
 
-def _registered(value: Any) -> Branch:
+def _registered(value: object) -> Branch:
     node = pytree.SUPPORTED_NODES[type(value)]
     flat, context = node.flatten_fn(value)
     children = tuple(flat)
@@ -302,7 +304,7 @@ def _registered(value: Any) -> Branch:
     return Branch(accessors, children, lambda new: node.unflatten_fn(list(new), context), False)
 
 
-def _registered_paths(node: Any, value: Any) -> tuple[Accessor, ...]:
+def _registered_paths(node: Any, value: object) -> tuple[Accessor, ...]:
     if node.flatten_with_keys_fn is None:
         return ()
     accessors: list[Accessor] = []
@@ -325,7 +327,7 @@ def _derived(value: Any) -> Branch:
     keys = tuple(value) if isinstance(value, dict) else tuple(range(len(value)))
     own = {k: v for k, v in getattr(value, "__dict__", {}).items() if not has_tensor(v)}
 
-    def make(new: tuple[Any, ...]) -> Any:
+    def make(new: tuple[object, ...]) -> object:
         made = kind.__new__(kind)
         if isinstance(made, dict):
             dict.update(made, zip(keys, new, strict=True))
@@ -338,14 +340,14 @@ def _derived(value: Any) -> Branch:
     return Branch(_items(keys), children, make, False)
 
 
-def _attributes(value: Any, names: tuple[str, ...]) -> Branch:
+def _attributes(value: object, names: tuple[str, ...]) -> Branch:
     children = tuple(getattr(value, name) for name in names)
     template = _shallow(value)
     for name, child in zip(names, children, strict=True):
         if has_tensor(child):
             object.__setattr__(template, name, None)
 
-    def make(new: tuple[Any, ...]) -> Any:
+    def make(new: tuple[object, ...]) -> object:
         made = _shallow(template)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(made, name, child)
@@ -354,7 +356,7 @@ def _attributes(value: Any, names: tuple[str, ...]) -> Branch:
     return Branch(tuple(("attr", name) for name in names), children, make, False)
 
 
-def _is_readable(value: Any, name: str) -> bool:
+def _is_readable(value: object, name: str) -> bool:
     """Say whether a field has a value; a configuration may have one per layer, and tell none."""
     try:
         getattr(value, name)
@@ -363,7 +365,7 @@ def _is_readable(value: Any, name: str) -> bool:
     return True
 
 
-def _shallow(value: Any) -> Any:
+def _shallow(value: object) -> object:
     """Return a copy with the same attributes; a class's own `__copy__` may expect more of them."""
     kind: Any = type(value)
     has_slots = any(getattr(parent, "__slots__", ()) for parent in kind.__mro__)

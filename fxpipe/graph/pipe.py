@@ -225,7 +225,7 @@ class Pipe(nn.Module):
     def _run(
         self, stages: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        named = self._info.name_inputs(args, kwargs)
+        named = self._info.inputs.name_inputs(args, kwargs)
         self._info.inputs.bind(named)
         values: dict[tuple[int, str], torch.Tensor] = {}
         result: Any = None

@@ -118,7 +118,7 @@ def is_message(frame: FrameType) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _messages(file: str) -> tuple[tuple[tuple[int, int], tuple[Any, Any]], ...]:
+def _messages(file: str) -> tuple[tuple[tuple[int, int], tuple[object, object]], ...]:
     """Return from where to where f-strings go that are arguments of functions which report."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))

@@ -53,7 +53,7 @@ OnMask = Callable[["MaskCall", Any, Any], Any]
 class MaskCall(GraphCall):
     """A callable that makes an attention mask, or None where attention needs none."""
 
-    def __init__(self, function: Callable[..., Any], is_flex: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], is_flex: bool = False) -> None:
         super().__init__(function.__name__)
         self._function = function
         self.is_flex = is_flex
@@ -69,7 +69,7 @@ class MaskCall(GraphCall):
     def _key(self) -> tuple[Callable[..., Any], bool]:
         return self._function, self.is_flex
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._function(*args, **kwargs)
 
     def shown(self, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -87,7 +87,7 @@ class MaskCall(GraphCall):
 
 
 class _WholeMaskCall(MaskCall):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         # What these functions do for tensors without values, they do for others then.
         home = sys.modules[self._function.__module__]
         with _lock, patched(home, "is_tracing", lambda *_: True):
@@ -115,13 +115,13 @@ def watched_masks(
         yield
 
 
-def _makes_mask(value: Any) -> bool:
+def _makes_mask(value: object) -> bool:
     if getattr(value, "__module__", None) not in _HOMES or not inspect.isfunction(value):
         return False
     return value.__name__.startswith(_NAMES) and "is_tracing" in value.__globals__
 
 
-def _watched(function: Callable[..., Any], on_mask: OnMask) -> Callable[..., Any]:
+def _watched(function: Callable[..., object], on_mask: OnMask) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
@@ -142,7 +142,7 @@ def _flex_by_sizes(is_opened: Callable[[], bool]) -> Iterator[None]:
     own = kinds["flex_attention"]
     known: Callable[..., Any] = getattr(kernels, _FLEX_KERNEL)
 
-    def kernel(query: Any, key: Any, value: Any, **options: Any) -> Any:
+    def kernel(query: Any, key: Any, value: Any, **options: object) -> object:
         if is_opened():
             raise TraceError(_IN_FLEX)
         if not isinstance(query, FakeTensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -18,23 +18,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.errors import InputError, TraceError
+from fxpipe.errors import TraceError
 from fxpipe.graph.dims import evaluate, text
 from fxpipe.graph.facts import Ambient
 from fxpipe.graph.nested import closed_over, walk
-from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import FakeTensor, function_modes, pytree
 
 __all__ = [
     "ACCESS",
-    "Agreed",
-    "AgreedDtype",
-    "AgreedGradient",
-    "AgreedLeaf",
-    "AgreedPart",
-    "AgreedSizes",
     "Applied",
-    "Asserted",
     "Constant",
     "Formula",
     "Fresh",
@@ -57,6 +49,7 @@ __all__ = [
     "dtype_of",
     "function_modes",
     "given",
+    "has_no_values",
     "like",
     "or_zeros",
     "overwrite",
@@ -121,7 +114,7 @@ class Applied(GraphCall):
         super().__init__(function.__name__)
         self._function: Any = function
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: object) -> Any:
         return self._function.apply(*args)
 
 
@@ -132,7 +125,7 @@ class Scripted(GraphCall):
         super().__init__(function.__name__)
         self._function = function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._function(*args, **kwargs)
 
 
@@ -287,91 +280,6 @@ class Mapped(GraphCall):
             return mapped(*args, **kwargs)
 
 
-class Agreed(GraphCall):
-    """A callable that asks a function again and compares with the traced answer.
-
-    Where opened code looked at values of the model's inputs, the graph holds what it did
-    for the example. Other inputs are refused, by the line that would go another way.
-    """
-
-    def __init__(self, func: Any, place: Place) -> None:
-        super().__init__(f"agreed_{getattr(func, '__name__', 'value')}")
-        self._func = func
-        self._place = place
-
-    def __call__(self, expected: Any, *args: Any, **kwargs: Any) -> None:
-        if _has_no_values((args, kwargs)):
-            return
-        found = self._func(*args, **kwargs)
-        if not _is_same(expected, found):
-            raise InputError(
-                f"the model looks at values of its inputs and was traced where\n  {self._place}: "
-                f"{self._place.source}\ngave {expected!r}; these inputs give {found!r}, so it "
-                f"would do something else\n{_ADVICE}"
-            )
-
-
-class AgreedPart(Agreed):
-    """A callable that compares a number or flag that a leaf returned with the traced one."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__(given, place)
-
-
-class Asserted(GraphCall):
-    """A callable that repeats a check which opened code makes with `torch._check` or the like."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__("asserted")
-        self._place = place
-
-    def __call__(self, condition: Any) -> None:
-        if not _has_no_values(condition) and not bool(torch.as_tensor(condition).all()):
-            raise InputError(
-                f"the model checks values of its inputs, and finds them wrong:\n  {self._place}: "
-                f"{self._place.source}\ngive it inputs that fit together"
-            )
-
-
-class AgreedGradient(GraphCall):
-    """A callable that compares whether a tensor requires a gradient with what was traced."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__("agreed_requires_grad")
-        self._place = place
-
-    def __call__(self, expected: bool, value: torch.Tensor) -> None:
-        if value.requires_grad is not expected:
-            raise TraceError(
-                f"the model asks whether a tensor requires a gradient, and was traced where\n"
-                f"  {self._place}: {self._place.source}\nis {expected}; it is "
-                f"{value.requires_grad} now\nrun it as it was traced (parameters frozen or not, "
-                "with or without no_grad), or keep this code inside a submodule that is not split"
-            )
-
-
-class AgreedDtype(GraphCall):
-    """A callable that compares the dtype of a value that code has looked at with what was traced.
-
-    `known` are the dtypes with which the code does the same.
-    """
-
-    def __init__(self, dtype: torch.dtype, place: Place) -> None:
-        super().__init__("agreed_dtype")
-        self.known, self._place = frozenset([dtype]), place
-
-    def __call__(self, value: torch.Tensor | torch.dtype) -> None:
-        dtype = value.dtype if isinstance(value, torch.Tensor) else value
-        if dtype not in self.known:
-            known = " or ".join(sorted(map(str, self.known)))
-            raise TraceError(
-                f"the model looks at the dtype of a value, and was traced where the one in\n"
-                f"  {self._place}: {self._place.source}\nis {known}; it is {dtype} now\n"
-                "trace the model as it is run (under the same autocast, with inputs and parameters "
-                "of the same dtype), or keep this code inside a submodule that is not split"
-            )
-
-
 class Hooked(GraphCall):
     """A callable that registers a hook on a tensor, in the stage that makes the tensor."""
 
@@ -393,7 +301,7 @@ class Observed(GraphCall):
         self._module = weakref.ref(module)
 
     def __call__(self, *values: Any) -> None:
-        if not _has_no_values(values):
+        if not has_no_values(values):
             self._hook(self._module(), *values)
 
     def __reduce__(self) -> Any:
@@ -419,66 +327,10 @@ class Kept(GraphCall):
         return given, (None,)
 
 
-class AgreedSizes(GraphCall):
-    """A callable that compares the sizes of tensors with those that were traced."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__("agreed_sizes")
-        self._place = place
-
-    def __call__(self, output: Any, expected: Any) -> None:
-        if _has_no_values(output):
-            return
-        found = [list(leaf.shape) for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
-        if found != [list(shape) for shape in expected]:
-            raise InputError(
-                "a size depends on values of the inputs, and later stages rely on how it "
-                f"was traced:\n  {self._place}: {self._place.source}\nshould be of size "
-                f"{_text(expected)}, and is of size {_text(found)}\n{_ADVICE}"
-            )
-
-
-class AgreedLeaf(AgreedSizes):
-    """A callable that compares the sizes that a module returns with what its arguments' say."""
-
-    def __init__(
-        self,
-        place: Place,
-        shapes: Sequence[Sequence[Any]],
-        sources: Mapping[str, tuple[int, int]],
-    ) -> None:
-        super().__init__(place)
-        self._shapes, self._dims = shapes, {name: dim for name, (_, dim) in sources.items()}
-
-    def __call__(self, output: Any, inputs: Any) -> None:
-        values = {
-            name: int(tensor.shape[dim])
-            for (name, dim), tensor in zip(self._dims.items(), inputs, strict=True)
-        }
-        expected = [[evaluate(size, values) for size in shape] for shape in self._shapes]
-        super().__call__(output, expected)
-
-
-_ADVICE = (
-    "trace with inputs like these, or move the splits so that this code is inside a submodule "
-    "that is not split"
-)
-
-
-def _has_no_values(value: Any) -> bool:
+def has_no_values(value: object) -> bool:
+    """Say whether a tensor without data is inside a value."""
     tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
     return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors)
-
-
-def _is_same(expected: Any, found: Any) -> bool:
-    try:
-        return bool(expected == found)
-    except ValueError:  # arrays
-        return bool((expected == found).all())
-
-
-def _text(shapes: Any) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
 
 
 def _call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

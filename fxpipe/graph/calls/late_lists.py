@@ -40,24 +40,24 @@ class LateList:
 
     is_atom = True  # see `nested`
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], object]) -> None:
         self._make = make
-        self._made: Any = None
+        self._made: object = None
 
-    def plain(self) -> Any:
+    def plain(self) -> object:
         """Return the list or tuple, the same one each time."""
         if self._made is None:
             self._made = self._make()
         return self._made
 
-    def __radd__(self, other: Any) -> Any:
+    def __radd__(self, other: Any) -> object:
         return other + self.plain()  # a list to the left would take what is in memory
 
 
 class Numbers(LateList, list[int]):
     """The values of a tensor of whole numbers."""
 
-    def __init__(self, tensor: torch.Tensor, make: Callable[[], Any]) -> None:
+    def __init__(self, tensor: torch.Tensor, make: Callable[[], object]) -> None:
         super().__init__(make)
         self.tensor = tensor
 
@@ -65,18 +65,18 @@ class Numbers(LateList, list[int]):
 class Parts(LateList, tuple[torch.Tensor, ...]):
     """The parts of a tensor, split by `Numbers`."""
 
-    def __new__(cls, *_: Any) -> Parts:
+    def __new__(cls, *_: object) -> Parts:
         return super().__new__(cls)
 
     def __init__(
-        self, tensor: torch.Tensor, sizes: Numbers, dim: int, make: Callable[[], Any]
+        self, tensor: torch.Tensor, sizes: Numbers, dim: int, make: Callable[[], object]
     ) -> None:
         super().__init__(make)
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
 
 
-def _looking(name: str) -> Callable[..., Any]:
-    def method(self: LateList, *args: Any, **kwargs: Any) -> Any:
+def _looking(name: str) -> Callable[..., object]:
+    def method(self: LateList, *args: object, **kwargs: object) -> object:
         return getattr(self.plain(), name)(*args, **kwargs)
 
     return method
@@ -89,11 +89,13 @@ for _kind, _base in ((Numbers, list), (Parts, tuple)):
 
 
 @contextmanager
-def watched_lists(on_list: Callable[[torch.Tensor, Callable[[], Any]], Any]) -> Iterator[None]:
+def watched_lists(
+    on_list: Callable[[torch.Tensor, Callable[[], object]], object],
+) -> Iterator[None]:
     """Have `tolist()` of fake tensors ask `on_list`, until exit."""
     original = FakeTensor.tolist
 
-    def tolist(self: FakeTensor) -> Any:
+    def tolist(self: FakeTensor) -> object:
         return on_list(self, lambda: original(self))
 
     with patched(FakeTensor, "tolist", tolist):
@@ -109,7 +111,7 @@ def plain_lists(value: Any) -> Any:
     return {key: plain_lists(part) for key, part in value.items()} if type(value) is dict else value
 
 
-def split_late(func: Any, args: Any, kwargs: Any, split: Callable[..., Any]) -> Parts | None:
+def split_late(func: object, args: Any, kwargs: Any, split: Callable[..., object]) -> Parts | None:
     """Return the parts of a tensor that numbers split which nobody has looked at."""
     if getattr(func, "__name__", "") not in ("split", "split_with_sizes"):
         return None
@@ -127,7 +129,7 @@ def split_late(func: Any, args: Any, kwargs: Any, split: Callable[..., Any]) -> 
 _SPELLED = {"split_size": "sizes", "split_sizes": "sizes", "split_size_or_sections": "sizes"}
 
 
-def joined_late(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+def joined_late(func: object, args: Any, kwargs: Any) -> tuple[object, ...] | None:
     """Return the arguments of `rejoined` if a call puts parts together that nobody has seen."""
     if func not in (torch.cat, torch.concat, torch.concatenate):
         return None

@@ -48,7 +48,7 @@ class Found:
 class ValueFunction(GraphCall):
     """A callable that runs a function of whole numbers, or a method of a shell."""
 
-    def __init__(self, function: Callable[..., Any], owner: nn.Module | None) -> None:
+    def __init__(self, function: Callable[..., object], owner: nn.Module | None) -> None:
         super().__init__(function.__name__)
         self._function = function
         self._key = (function, id(owner))
@@ -61,10 +61,10 @@ class ValueFunction(GraphCall):
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._function(*self._shells, *args, **kwargs)
 
-    def checked(self, *args: Any, **kwargs: Any) -> Any:
+    def checked(self, *args: object, **kwargs: object) -> object:
         """Return what the function returns, if that is all it does.
 
         Raises:
@@ -90,13 +90,13 @@ class ValueFunction(GraphCall):
         return found[0]
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
 
 
-def _mentioned(function: Callable[..., Any], owner: nn.Module) -> set[str]:
+def _mentioned(function: Callable[..., object], owner: nn.Module) -> set[str]:
     """Return the names in a method's code, and in that of the methods it mentions."""
     found: set[str] = set()
     codes = [inspect.unwrap(function).__code__]
@@ -175,7 +175,7 @@ def watched_functions(functions: Collection[Found], on_call: OnCall) -> Iterator
         yield
 
 
-def _watched(function: Callable[..., Any], on_call: OnCall) -> Callable[..., Any]:
+def _watched(function: Callable[..., object], on_call: OnCall) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return on_call(function, args, kwargs)

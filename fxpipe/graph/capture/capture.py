@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -52,12 +52,12 @@ Used = TypeVar("Used")
 
 def capture(
     module: nn.Module,
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Iterable[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     opened: Collection[str] = ("",),
     splits: Mapping[str, SplitPoint] | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: object = None,
 ) -> TracedGraph:
     """Capture a model; see the module's docstring.
 
@@ -79,13 +79,13 @@ def capture(
 def capture_for(
     use: Callable[[TracedGraph], Used],
     module: nn.Module,
-    args: Iterable[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Iterable[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     opened: Collection[str] = ("",),
     splits: Mapping[str, SplitPoint] | None = None,
     may_close: Collection[str] = (),
-    dynamic_shapes: Any = None,
+    dynamic_shapes: object = None,
 ) -> Used:
     """Capture a model and return what `use` makes of the graph.
 

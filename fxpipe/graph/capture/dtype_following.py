@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.graph.calls.graph_calls import AgreedDtype, TracedDtype, dtype_of
+from fxpipe.graph.calls.checks import AgreedDtype
+from fxpipe.graph.calls.graph_calls import TracedDtype, dtype_of
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Ambient, Facts, leaves_of, map_pairs
 from fxpipe.graph.nested import map_leaves

@@ -86,7 +86,7 @@ def _names_in(module: nn.Module) -> set[str]:
     return {name for name in names if name}
 
 
-def _cloned(leaf: Any) -> Any:
+def _cloned(leaf: object) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -218,14 +218,14 @@ def _check_flags(settings: Settings, trace: Trace, module: nn.Module) -> None:
         raise OtherSettings(dataclasses.replace(settings, true_flags=True, why=why))
 
 
-def _place_inputs(trace: Trace, fakes: Mapping[str, Any]) -> None:
+def _place_inputs(trace: Trace, fakes: Mapping[str, object]) -> None:
     for name, value in fakes.items():
         if any(isinstance(leaf, torch.Tensor) for _, leaf in walk(value)):
             node = trace.tape.graph.placeholder(name)
             trace.tape.adopt(node, value)
 
 
-def _devices(state: FakeState, named: Mapping[str, Any]) -> frozenset[torch.device]:
+def _devices(state: FakeState, named: Mapping[str, object]) -> frozenset[torch.device]:
     tensors = [*state.real_of.values()]
     tensors += [leaf for _, leaf in walk(dict(named)) if isinstance(leaf, torch.Tensor)]
     return frozenset(on_trace_device(tensor) for tensor in tensors)
@@ -256,7 +256,7 @@ def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
 
 
 def _finished(
-    task: Task, settings: Settings, trace: Trace, sizes: Sizes, fakes: Mapping[str, Any]
+    task: Task, settings: Settings, trace: Trace, sizes: Sizes, fakes: Mapping[str, object]
 ) -> TracedGraph:
     module, graph, facts = task.module, trace.tape.graph, trace.tape.facts
     describe = functools.partial(_described, sizes, trace.tape.trace_devices)
@@ -288,7 +288,7 @@ def _autocast_is_on() -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
 
-def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: Any) -> Any:
+def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: object) -> Any:
     if isinstance(leaf, torch.device):
         return STAGE_DEVICE if leaf in devices else leaf
     if isinstance(leaf, torch.Tensor):

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph.calls.graph_calls import AgreedSizes, GraphCall, Kept, Refusal
+from fxpipe.graph.calls.checks import AgreedSizes
+from fxpipe.graph.calls.graph_calls import GraphCall, Kept, Refusal
 from fxpipe.graph.facts import map_pairs
 from fxpipe.graph.guard.reads import find
 from fxpipe.graph.nested import closed_over, is_atom
@@ -41,7 +42,7 @@ def forgive_carried(first: Trace, second: Trace) -> None:
             first.tape.graph.erase_node(node)
 
 
-def _is_alike(one: Any, other: Any) -> bool:
+def _is_alike(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         sizes = [[str(size) for size in tensor.shape] for tensor in (one, other)]
         return sizes[0] == sizes[1] and one.dtype == other.dtype
@@ -56,7 +57,7 @@ def _did_the_same(first: Trace, second: Trace) -> bool:
     counterpart = dict(zip(theirs, ours, strict=True))
     same = True
 
-    def compare(one: Any, other: Any) -> None:
+    def compare(one: object, other: object) -> None:
         nonlocal same
         if isinstance(other, fx.Node):
             same &= counterpart.get(other) is one

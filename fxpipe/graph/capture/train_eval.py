@@ -43,7 +43,7 @@ class TrainingFlag:
         return f"training({self.module})"
 
 
-def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
+def choose(training: bool, in_training: object, in_evaluation: object) -> object:
     """Return the value for the present mode."""
     return in_training if training else in_evaluation
 
@@ -75,7 +75,7 @@ class _Merge:
         self._theirs = list(evaluation.graph.nodes)
         # From nodes of the evaluation graph to nodes of the result.
         self._counterpart: dict[fx.Node, fx.Node] = {}
-        self._choices: dict[Any, fx.Node] = {}
+        self._choices: dict[object, fx.Node] = {}
 
     def run(self) -> None:
         matcher = difflib.SequenceMatcher(
@@ -132,10 +132,10 @@ class _Merge:
     def _mapped(self, args: Any) -> Any:
         return fx.map_arg(args, lambda node: self._counterpart[node])
 
-    def _joined(self, ours: Any, theirs: Any, node: fx.Node) -> Any:
+    def _joined(self, ours: object, theirs: object, node: fx.Node) -> Any:
         """Return an argument that is `ours` in training and `theirs` in evaluation."""
 
-        def one(ours: Any, theirs: Any) -> Any:
+        def one(ours: object, theirs: object) -> Any:
             if isinstance(theirs, fx.Node):
                 mapped = self._counterpart[theirs]
                 return ours if mapped is ours else self._chosen(ours, mapped, node)
@@ -147,7 +147,7 @@ class _Merge:
 
         return map_pairs(one, ours, theirs)
 
-    def _chosen(self, ours: Any, theirs: Any, node: fx.Node) -> fx.Node:
+    def _chosen(self, ours: object, theirs: object, node: fx.Node) -> fx.Node:
         flag = TrainingFlag(flag_of(self._facts[node].owner, self._flags))
         pair = (ours, theirs) if isinstance(ours, fx.Node) and isinstance(theirs, fx.Node) else None
         if pair in self._choices:
@@ -172,7 +172,7 @@ class _Merge:
         self._facts[made] = dataclasses.replace(self._facts[node].origin, spec=spec)
         return made
 
-    def _common(self, ours: Any, theirs: Any) -> Any:
+    def _common(self, ours: object, theirs: object) -> object:
         """Return the spec for both modes; a gradient in either is a gradient."""
         if isinstance(ours, TensorSpec) and isinstance(theirs, TensorSpec):
             if ours.shape == theirs.shape and ours.dtype == theirs.dtype:

@@ -198,7 +198,7 @@ class _Check:
             return f"{variant.name} (the plain model differs from run to run: {what})"
         raise TraceError(self._text(variant, difference.text, self._blame(variant)))
 
-    def _pipe(self, *args: Any, **kwargs: Any) -> Any:
+    def _pipe(self, *args: object, **kwargs: object) -> object:
         return self._subject.run_stages(self._subject.stages, args, kwargs)
 
     def _blame(self, variant: Variant) -> Blamed | None:
@@ -212,11 +212,11 @@ class _Check:
             if node.op == "call_module"
         }
 
-        def run_plain(*args: Any, **kwargs: Any) -> Any:
+        def run_plain(*args: object, **kwargs: object) -> object:
             with note_plain(plain, leaves):
                 return subject.module(*args, **kwargs)
 
-        def run_pipe(*args: Any, **kwargs: Any) -> Any:
+        def run_pipe(*args: object, **kwargs: object) -> object:
             return subject.run_stages(noting, args, kwargs)
 
         forward = dataclasses.replace(variant, watches_kernels=False)
@@ -334,7 +334,7 @@ def check_same_decisions(large: TracedGraph, small: TracedGraph) -> None:
         )
 
 
-def _decisions(traced: TracedGraph) -> Iterator[tuple[Any, str]]:
+def _decisions(traced: TracedGraph) -> Iterator[tuple[object, str]]:
     for node in traced.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
@@ -350,7 +350,7 @@ def _target(node: fx.Node) -> str:
     return re.sub(r"\d+", "#", name) if node.op == "call_module" else str(name)
 
 
-def _flags(args: Any) -> Iterator[Any]:
+def _flags(args: Any) -> Iterator[object]:
     """What decides among the arguments: flags, words and Nones, but not numbers."""
     for value in args:
         if value is None or isinstance(value, (bool, str)):

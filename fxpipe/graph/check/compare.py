@@ -58,7 +58,9 @@ class Difference:
     text: str
 
 
-def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Difference | None:
+def first_difference(
+    expected: Mapping[str, object], found: Mapping[str, object]
+) -> Difference | None:
     """Return the first item that the plain model (`expected`) and the pipe do not share."""
     for what in (*expected, *(name for name in found if name not in expected)):
         if what in NOTED:
@@ -69,7 +71,7 @@ def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> D
     return None
 
 
-def noted_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def noted_differences(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
     """Return, as text, what differs without any value being another."""
     return [f"{what} after a run" for what in NOTED if expected.get(what) != found.get(what)]
 
@@ -142,7 +144,7 @@ def _text(what: str, one: Any, other: Any) -> str:
     return f"{what}: {_shown(one)} in the plain model, {_shown(other)} in the stages"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is _MISSING:
         return "unchanged"
     if isinstance(value, FakeTensor):
@@ -178,7 +180,7 @@ class Notes:
         self.blamed: dict[Key, Blamed] = {}
         self._counts: dict[tuple[str, str], int] = {}
 
-    def add(self, name: str, line: str, value: Any, blamed: Blamed | None = None) -> None:
+    def add(self, name: str, line: str, value: object, blamed: Blamed | None = None) -> None:
         count = self._counts.get((name, line), 0)
         self._counts[name, line] = count + 1
         key = (name, line, count)
@@ -201,7 +203,7 @@ def blame(plain: Notes, stages: Notes) -> Blamed | None:
     return None
 
 
-def _kept(leaf: Any) -> Any:
+def _kept(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -223,11 +225,11 @@ class _Watch(TorchFunctionMode):
         self._notes = notes
         self._depth = 0
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         self._depth += 1
 
     def leave(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: object, output: object) -> None:
             self._depth -= 1
             if not self._depth:
                 self._notes.add(name, "", output)
@@ -235,8 +237,8 @@ class _Watch(TorchFunctionMode):
         return hook
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         name = _plain_name(getattr(func, "__name__", ""))
         if not self._depth and name and has_tensor(result):
@@ -246,7 +248,7 @@ class _Watch(TorchFunctionMode):
 
 def note_stages(
     notes: Notes, modules: Sequence[fx.GraphModule], facts: Sequence[Facts]
-) -> list[Callable[..., Any]]:
+) -> list[Callable[..., object]]:
     """Return the stages as callables that note what each node computes."""
     return [
         _Noting(module, index, notes, known).run
@@ -260,11 +262,11 @@ class _Noting(fx.Interpreter):
         self._stage, self._notes, self._facts = stage, notes, facts
         self._names = [n.target for n in module.graph.nodes if n.op == "placeholder"]
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: object, **kwargs: object) -> object:
         values = dict(zip(self._names, args, strict=False))
         return super().run(*(({**values, **kwargs})[name] for name in self._names))
 
-    def run_node(self, node: fx.Node) -> Any:
+    def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
         if node.op in ("call_module", "call_function", "call_method") and has_tensor(result):
             name, is_leaf = _target_name(node)

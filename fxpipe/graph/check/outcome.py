@@ -80,7 +80,7 @@ class Subject:
         self._hooks = hook_count(part for _, part in self._own)
         self._before = {name: _attributes(part) for name, part in self._own}
 
-    def run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
+    def run(self, what: Callable[..., object], variant: Variant) -> Outcome:
         """Run the model, or the pipe of its stages, once."""
         try:
             return self._run(what, variant)
@@ -126,13 +126,13 @@ class Subject:
                 outcome.items[KERNELS] = sorted(calls)
         return outcome
 
-    def _run_first(self, what: Callable[..., Any]) -> None:
+    def _run_first(self, what: Callable[..., object]) -> None:
         """Run the example, so that the next run finds what a run leaves behind."""
         args, kwargs = _copied(self._example)
         with suppress(Exception):
             what(*args, **kwargs)
 
-    def _gradients(self, output: Any, call: Call) -> dict[str, Any]:
+    def _gradients(self, output: object, call: Call) -> dict[str, object]:
         total = _weighted_sum(output)
         if total is None:
             return {}
@@ -148,7 +148,7 @@ class Subject:
             return {}
         return dict(zip(wanted, _differentiated(total, list(wanted.values())), strict=True))
 
-    def _changed_state(self, is_plain: bool) -> dict[str, Any]:
+    def _changed_state(self, is_plain: bool) -> dict[str, object]:
         """Parameters and buffers that have other values now; they get back those they had."""
         found: dict[str, Any] = {}
         now = _tensors(self._own if is_plain else self._staged)
@@ -170,7 +170,7 @@ class Subject:
                     tensor.data = saved.clone() if tensor.shape != saved.shape else tensor.data
                     tensor.copy_(saved)
 
-    def _changed_attributes(self) -> dict[str, Any]:
+    def _changed_attributes(self) -> dict[str, object]:
         found: dict[str, Any] = {}
         puts_hooks = hook_count(part for _, part in self._own) != self._hooks
         for name, part in self._own:
@@ -188,7 +188,7 @@ class Subject:
         return found
 
 
-def _attributes(part: nn.Module) -> dict[str, tuple[Any, Any]]:
+def _attributes(part: nn.Module) -> dict[str, tuple[object, object]]:
     """The attributes of a module: each object, and what is inside it if that can change."""
     return {
         key: (value, contents(value) if any(True for _ in mutable_parts(value)) else None)
@@ -215,7 +215,7 @@ def _copied(call: Call) -> Call:
     """The call with clones of its tensors; one tensor given twice stays one."""
     memo: dict[int, torch.Tensor] = {}
 
-    def clone(leaf: Any) -> Any:
+    def clone(leaf: object) -> Any:
         if isinstance(leaf, torch.Generator):
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):
@@ -238,7 +238,7 @@ def _seed() -> None:
         sys.modules["numpy"].random.seed(_SEED)
 
 
-def _random_items() -> dict[str, Any]:
+def _random_items() -> dict[str, object]:
     found: dict[str, Any] = {
         "random state of torch": torch.get_rng_state(),
         "random state of Python": hash(random.getstate()),
@@ -252,7 +252,7 @@ def _random_items() -> dict[str, Any]:
     return found
 
 
-def _output_items(output: Any) -> dict[str, Any]:
+def _output_items(output: object) -> dict[str, object]:
     found: dict[str, Any] = dict(_kinds(output, ()))
     for path, leaf in walk(output):
         where = _output_path(path)
@@ -263,7 +263,7 @@ def _output_items(output: Any) -> dict[str, Any]:
     return found
 
 
-def _kinds(value: Any, path: tuple[Accessor, ...]) -> Iterator[tuple[str, str]]:
+def _kinds(value: object, path: tuple[Accessor, ...]) -> Iterator[tuple[str, str]]:
     """What stands at each place of an output."""
     kind = "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
     yield f"kind of {_output_path(path)}", kind
@@ -276,7 +276,7 @@ def _output_path(path: tuple[Accessor, ...]) -> str:
     return f"output{path_text((('item', ''), *path))}"
 
 
-def _input_items(call: Call) -> dict[str, Any]:
+def _input_items(call: Call) -> dict[str, object]:
     return {
         f"input {_call_path(path)} after the run": leaf.detach()
         for path, leaf in walk(call)
@@ -289,7 +289,7 @@ def _call_path(path: Sequence[Any]) -> str:
     return path_text((("item", name if group else f"args[{name}]"), *rest))
 
 
-def _weighted_sum(output: Any) -> torch.Tensor | None:
+def _weighted_sum(output: object) -> torch.Tensor | None:
     """All outputs that have a gradient in one number, each element with its own weight."""
     total: torch.Tensor | None = None
     seen: set[int] = set()
@@ -308,7 +308,7 @@ def _weighted_sum(output: Any) -> torch.Tensor | None:
 _F32 = torch.float32
 
 
-def _differentiated(total: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[Any]:
+def _differentiated(total: torch.Tensor, wanted: list[torch.Tensor]) -> Sequence[object]:
     try:
         return torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
     except RuntimeError as error:
@@ -343,8 +343,8 @@ class _Kernels(TorchFunctionMode):
         self._calls = calls
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: Any, types: object, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -355,7 +355,7 @@ class _Kernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return str(value)

@@ -181,7 +181,7 @@ class _Inputs:
         specs = iter(self._specs)
         generator = torch.Generator().manual_seed(0)
 
-        def change(leaf: Any) -> Any:
+        def change(leaf: object) -> Any:
             spec = next(specs)
             if not isinstance(leaf, torch.Tensor):
                 return leaf

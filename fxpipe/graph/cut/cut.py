@@ -21,7 +21,8 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.calls.graph_calls import AgreedPart, Hooked, Kept, Observed
+from fxpipe.graph.calls.checks import AgreedPart
+from fxpipe.graph.calls.graph_calls import Hooked, Kept, Observed
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import Flow, is_free, work_nodes
 from fxpipe.graph.cut.recompute import choose_repeated

@@ -57,14 +57,14 @@ def work_nodes(traced: TracedGraph) -> list[fx.Node]:
     ]
 
 
-def symbols_in(args: Any) -> Iterator[str]:
+def symbols_in(args: object) -> Iterator[str]:
     """Yield the names of the sizes that graph arguments use."""
     for leaf in leaves_of(args):
         if isinstance(leaf, sympy.Basic):
             yield from (size.name for size in leaf.free_symbols)
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: object) -> torch.Tensor:
     """Return a number as a tensor that can be sent."""
     return torch.as_tensor(value)
 
@@ -245,7 +245,7 @@ class Flow:
         return self._add(node, "call_function", as_tensor, (node,), f"{node.name}_value", spec)
 
     def _add(
-        self, behind: fx.Node, op: str, target: Any, args: Any, name: str, spec: Any
+        self, behind: fx.Node, op: str, target: Any, args: Any, name: str, spec: object
     ) -> fx.Node:
         with behind.graph.inserting_after(self.facts.last_part(behind)):
             made = behind.graph.create_node(op, target, args, {}, name)

@@ -74,7 +74,7 @@ class StageModule(fx.GraphModule):
         # no longer needed is freed at once, not at the next garbage collection.
         graph.owning_module = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
+    def __deepcopy__(self, memo: dict[int, object]) -> StageModule:
         made: StageModule = type(self).__new__(type(self))
         memo[id(self)] = made
         state = {name: value for name, value in vars(self).items() if name != "_graph"}
@@ -104,7 +104,7 @@ class _Renaming:
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = dict(names)
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: object, kwargs: Mapping[str, object]) -> Any:
         return args, {self._names.get(name, name): value for name, value in kwargs.items()}
 
 
@@ -360,7 +360,7 @@ def merged_state(
     destination: Any = None,
     prefix: str = "",
     keep_vars: bool = False,
-) -> Any:
+) -> object:
     """The state of all parts under their own names."""
     found: Any = OrderedDict() if destination is None else destination
     for part in parts:
@@ -369,8 +369,8 @@ def merged_state(
 
 
 def load_parts(
-    parts: Iterable[nn.Module], state: Mapping[str, Any], *, strict: bool, assign: bool
-) -> Any:
+    parts: Iterable[nn.Module], state: Mapping[str, object], *, strict: bool, assign: bool
+) -> object:
     """Load into each part what it has of the state.
 
     Raises:

@@ -184,7 +184,7 @@ class StageGuard:
         self._read = {name: weakref.ref(holder) for name, holder in holders.items()}
         self._traced = None if traced is None else dict(traced)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():
             return
         for flag in self._flags:
@@ -218,7 +218,7 @@ class StageGuard:
                 "set the flags back, or call pipeline() again"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageGuard:
+    def __deepcopy__(self, memo: dict[int, object]) -> StageGuard:
         return StageGuard()
 
     def __reduce__(self) -> Any:

@@ -200,7 +200,7 @@ class World:
 
         self._add(entry, told)
 
-    def _identity(self, read: Read, now: Any, text: str, shape: Any) -> None:
+    def _identity(self, read: Read, now: object, text: str, shape: object) -> None:
         value = (lambda: now) if now is MISSING or is_atom(now) else _held(now)
         entry = _Identity(_held(read.holder), read.home, read.name, value, shape)
         was, place = _text(now), read.place
@@ -249,7 +249,7 @@ class World:
         )
 
 
-def _held(value: Any) -> Callable[[], Any]:
+def _held(value: object) -> Callable[[], Any]:
     """Return a way to a value; modules and tensors are held weakly."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return weakref.ref(value)
@@ -266,7 +266,7 @@ def _ids(value: Any) -> _Ids:
     return _Ids(map(id, value))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}".removeprefix("torch.")
     if isinstance(value, nn.Module):

@@ -45,7 +45,7 @@ class FunctionRuns:
         """Run everything again: conditions on sizes that runs have met are gone."""
         self._known.clear()
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, func: Callable[..., object], args: object, kwargs: object) -> object:
         """Return what a function returns."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key = self._key(func, args, kwargs, tensors)
@@ -60,7 +60,9 @@ class FunctionRuns:
             return output if _is_flat(output) else _made(self._known[key])
         return output
 
-    def _key(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Hashable:
+    def _key(
+        self, func: object, args: object, kwargs: object, tensors: list[torch.Tensor]
+    ) -> Hashable:
         home = getattr(func, "__module__", None) or "torch"
         if not home.startswith("torch") or not tensors or not all(map(_is_plain, tensors)):
             return None
@@ -87,7 +89,7 @@ def _is_new(output: Any, tensors: list[torch.Tensor]) -> bool:
     return all(_symbols(size) <= known for part in parts for size in part.shape)
 
 
-def _symbols(size: Any) -> set[Any]:
+def _symbols(size: object) -> set[object]:
     return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
 
 
@@ -103,7 +105,7 @@ def _is_flat(output: Any) -> bool:
     return all(flat(size) is size for part in parts for size in part.shape)
 
 
-def _made(known: Any) -> Any:
+def _made(known: Any) -> object:
     if isinstance(known[0], torch.Size):
         return empty(*known)
     return type(known)(map(_made, known))
@@ -117,7 +119,7 @@ def storage_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def call_key(what: Hashable, args: Any, kwargs: Any, *, by_identity: bool = True) -> Hashable:
+def call_key(what: Hashable, args: object, kwargs: object, *, by_identity: bool = True) -> Hashable:
     """Return what equal calls have in common; None if that cannot be said.
 
     Other objects than plain values are told apart by identity, or make no key.
@@ -165,7 +167,7 @@ def _tensor_key(tensor: torch.Tensor) -> Hashable:
     )
 
 
-def _number(size: Any) -> Any:
+def _number(size: Any) -> object:
     return size.node.expr if isinstance(size, torch.SymInt) else int(size)
 
 
@@ -204,7 +206,7 @@ def _one_module_key(module: nn.Module) -> Hashable:
     return (type(module), tensors, attributes)
 
 
-def _value_key(value: Any) -> Hashable:
+def _value_key(value: object) -> Hashable:
     if isinstance(value, (bool, int, str, type(None), torch.dtype, torch.device, type)):
         return (type(value).__name__, value)
     if isinstance(value, float):
@@ -229,7 +231,7 @@ def _may_split(kind: type) -> bool:
     return _splitting[kind]
 
 
-def _mentions_split(scope: Mapping[str, Any]) -> bool:
+def _mentions_split(scope: Mapping[str, object]) -> bool:
     values = list(scope.values())
     values += [part for value in values if isinstance(value, type) for part in vars(value).values()]
     known = {name for name, value in scope.items() if value is markers.pipe_split}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.graph.calls.graph_calls import AgreedLeaf
+from fxpipe.graph.calls.checks import AgreedLeaf
 from fxpipe.graph.calls.late_lists import plain_lists
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns

@@ -42,7 +42,7 @@ class OwnSizes:
     `sources` says which tensor among the arguments, and which dimension, a name stands for.
     """
 
-    shapes: tuple[tuple[Any, ...], ...]
+    shapes: tuple[tuple[object, ...], ...]
     sources: Mapping[str, tuple[int, int]]
 
 
@@ -54,7 +54,7 @@ class StandIns:
         self._made: dict[sympy.Expr, tuple[sympy.Symbol, torch.SymInt]] = {}
         self._model: dict[sympy.Symbol, sympy.Expr] = {}
 
-    def hidden(self, args: Any, kwargs: Any) -> Any:
+    def hidden(self, args: object, kwargs: object) -> Any:
         """Return arguments of stand-in sizes; None if there is more to them than tensors."""
         inputs = (args, kwargs)
         parts = [part for part in mutable_parts(inputs) if part is not kwargs]
@@ -87,7 +87,7 @@ class StandIns:
     def _like(self, leaf: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
         """Return a tensor of another size, in the order in memory that this one has."""
         steps = [number_at(step, self._sizes.env, {}) for step in leaf.stride()]
-        strides: list[Any] = [0] * len(shape)
+        strides: list[object] = [0] * len(shape)
         step: Any = 1
         for dim in sorted(range(len(shape)), key=lambda dim: (steps[dim], -dim)):
             if steps[dim]:
@@ -102,12 +102,12 @@ class StandIns:
 
     def settled(
         self,
-        output: Any,
+        output: object,
         met: Sequence[sympy.Basic],
-        inputs: Any,
+        inputs: object,
         used: Collection[int],
         run: RunAt,
-    ) -> tuple[Any, OwnSizes | None]:
+    ) -> tuple[object, OwnSizes | None]:
         """Return the output in sizes of the model, and what to compare in each run, if anything.
 
         `met` are the conditions that the leaf has met, `used` are the positions of the tensors
@@ -133,14 +133,14 @@ class StandIns:
     def _holds(self, condition: Any, values: Values) -> bool:
         return bool(self._at(condition.xreplace(self._model), values))
 
-    def _at(self, expr: Any, values: Values) -> Any:
+    def _at(self, expr: object, values: Values) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
         env = self._sizes.env
         return env.replace(expr).xreplace({**known_sizes(env), **values})
 
     def _ran(
-        self, output: Any, symbols: Collection[sympy.Symbol], inputs: Any, run: RunAt
+        self, output: object, symbols: Collection[sympy.Symbol], inputs: Any, run: RunAt
     ) -> list[tuple[Values, Shapes]]:
         """Run the leaf with one size changed at a time; return where it runs, and its sizes."""
         env = self._sizes.env
@@ -151,7 +151,7 @@ class StandIns:
             for value in (hint + 1, 2 * hint + 1, (hint + 1) // 2):
                 values = {one: value}
 
-                def resized(leaf: Any, values: Values = values) -> Any:
+                def resized(leaf: Any, values: Values = values) -> object:
                     if not _has_symbols(leaf):
                         return leaf
                     return self._like(leaf, [number_at(size, env, values) for size in leaf.shape])
@@ -171,7 +171,7 @@ class StandIns:
     ) -> Shapes | None:
         """Return sizes that are right wherever the leaf ran; None if no formula is."""
 
-        def fits(expr: Any, first: int, there: list[int]) -> bool:
+        def fits(expr: object, first: int, there: list[int]) -> bool:
             model = expr.xreplace(self._model) if isinstance(expr, sympy.Basic) else expr
             found = [self._at(model, values) for values, _ in ran]
             return self._at(model, {}) == first and found == there
@@ -190,11 +190,11 @@ class StandIns:
         return made
 
     def _own(
-        self, shapes: Shapes, output: Any, inputs: Any, used: Collection[int]
+        self, shapes: Shapes, output: object, inputs: object, used: Collection[int]
     ) -> OwnSizes | None:
         """Return sizes in terms of the arguments that the leaf uses; None if they do not tell."""
         tensors = [leaf for _, leaf in walk(inputs) if isinstance(leaf, torch.Tensor)]
-        sources: dict[Any, tuple[int, int]] = {}
+        sources: dict[object, tuple[int, int]] = {}
         for position in used:
             for dim, size in enumerate(tensors[position].shape):
                 sources.setdefault(self._expr(size), (position, dim))
@@ -215,7 +215,7 @@ class StandIns:
             {names[s].name: sources[self._model[s]] for s in wanted},
         )
 
-    def _in_model(self, output: Any, shapes: Shapes) -> Any:
+    def _in_model(self, output: object, shapes: Shapes) -> object:
         """Return an output with sizes of the model in place of stand-ins."""
         env, remaining = self._sizes.env, iter(shapes)
 
@@ -239,13 +239,13 @@ def _has_symbols(leaf: Any) -> bool:
     return is_dense and any(isinstance(size, torch.SymInt) for size in leaf.shape)
 
 
-def _sizes_of(leaf: Any) -> Sequence[Any]:
+def _sizes_of(leaf: object) -> Sequence[Any]:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape)
     return (leaf,) if isinstance(leaf, torch.SymInt) else ()
 
 
-def _kinds(output: Any) -> list[Any]:
+def _kinds(output: object) -> list[object]:
     """Describe everything of an output but the sizes of tensors."""
     return [
         (path, leaf.dim(), leaf.dtype)

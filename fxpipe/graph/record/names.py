@@ -74,7 +74,7 @@ class Surroundings:
     """The settings at this point of the run."""
 
     def __init__(self) -> None:
-        self._autocast: list[tuple[Any, ...]] = []
+        self._autocast: list[tuple[object, ...]] = []
         self._regions: list[Region] = []
         self.dtypes_read: Mapping[torch.dtype, fx.Node | None] = {}
 
@@ -92,7 +92,7 @@ class Surroundings:
         else:
             self._regions.pop()
 
-    def reentrant(self, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    def reentrant(self, run: Callable[..., object], preserve: bool, *args: object) -> object:
         """Run what a `checkpoint()` with `use_reentrant=True` runs."""
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # as this variant of checkpoint does it

@@ -17,7 +17,8 @@ from torch import fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.aux_losses import aux_loss
-from fxpipe.graph.calls.graph_calls import Agreed, AgreedDtype, AgreedGradient, Hooked, TracedDtype
+from fxpipe.graph.calls.checks import Agreed, AgreedDtype, AgreedGradient
+from fxpipe.graph.calls.graph_calls import Hooked, TracedDtype
 from fxpipe.graph.calls.late_lists import joined_late, plain_lists, rejoined, split_late
 from fxpipe.graph.calls.value_functions import Found, running_functions
 from fxpipe.graph.nested import has_tensor, map_leaves, walk

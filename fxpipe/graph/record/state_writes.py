@@ -144,13 +144,13 @@ def _moved_settings(reads: Reads, tape: Tape) -> list[str]:
     return faults
 
 
-def _is_cache(now: Any, tape: Tape) -> bool:
+def _is_cache(now: object, tape: Tape) -> bool:
     """Say whether a value holds tensors, none of which the inputs or the parameters decide."""
     tensors = [leaf for _, leaf in walk(now) if isinstance(leaf, torch.Tensor)]
     return bool(tensors) and not any(tape.depends_on_data(tensor) for tensor in tensors)
 
 
-def _carried_fault(name: str, value: Any, change: str, place: Place) -> str:
+def _carried_fault(name: str, value: object, change: str, place: Place) -> str:
     return (
         f"code that is split reads {name!r} ({_text(value)}) and {change} for its next "
         f"run; a stage would start from the same value each time\n  {place}\n    "
@@ -159,7 +159,7 @@ def _carried_fault(name: str, value: Any, change: str, place: Place) -> str:
     )
 
 
-def _keep_cache(reads: Reads, read: Read, now: Any, tape: Tape) -> None:
+def _keep_cache(reads: Reads, read: Read, now: object, tape: Tape) -> None:
     """Have stages fill a cache as the code does; what is in it decides nothing for them."""
     reads.forget(read)
     if isinstance(now, torch.Tensor) and not isinstance(read.holder, nn.Module):
@@ -170,14 +170,14 @@ def _keep_cache(reads: Reads, read: Read, now: Any, tape: Tape) -> None:
                 tape.keep(now, key, value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}"
     text = repr(value)
     return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
-def _plain_attributes(module: nn.Module) -> Mapping[str, Any]:
+def _plain_attributes(module: nn.Module) -> Mapping[str, object]:
     return {
         key: value
         for key, value in vars(module).items()
@@ -185,14 +185,14 @@ def _plain_attributes(module: nn.Module) -> Mapping[str, Any]:
     }
 
 
-def _is_alike(new: Any, old: torch.Tensor) -> bool:
+def _is_alike(new: object, old: torch.Tensor) -> bool:
     if not isinstance(new, torch.Tensor) or new.dtype != old.dtype:
         return False
     sizes = tuple(new.shape)
     return not any(isinstance(size, torch.SymInt) for size in sizes) and sizes == tuple(old.shape)
 
 
-def _fault(name: str, is_buffer: bool, old: torch.Tensor, new: Any) -> str:
+def _fault(name: str, is_buffer: bool, old: torch.Tensor, new: object) -> str:
     kind = "buffer" if is_buffer else "tensor"
     found = f"{new.dtype}{list(new.shape)}" if isinstance(new, torch.Tensor) else repr(new)
     wanted = f"{old.dtype}{list(old.shape)}"

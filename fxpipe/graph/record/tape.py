@@ -70,7 +70,7 @@ class StageDevice:
     def __copy__(self) -> StageDevice:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StageDevice:
+    def __deepcopy__(self, memo: dict[int, object]) -> StageDevice:
         return self
 
 
@@ -108,12 +108,12 @@ class Tape:
         self._state_name = state_name
         self._real_of = real_of
         self._held: dict[int, _Held] = {}
-        self._objects: dict[int, tuple[Any, fx.Node, tuple[Accessor, ...], Any]] = {}
+        self._objects: dict[int, tuple[object, fx.Node, tuple[Accessor, ...], object]] = {}
         self._accessed: dict[tuple[fx.Node, tuple[Accessor, ...]], fx.Node] = {}
         self._state: dict[str, fx.Node] = {}
         self._state_storages: dict[int, str] = {}
         self._changes: dict[int, list[fx.Node]] = {}
-        self._constants: list[tuple[fx.Node, Any, Any, Any]] = []
+        self._constants: list[tuple[fx.Node, object, object, object]] = []
         self._storages: list[tuple[fx.Node, tuple[Accessor, ...], int, bool]] = []
         self.generators: frozenset[int] = frozenset()  # those that modules keep
         self.trace_devices: frozenset[torch.device] = frozenset()
@@ -121,7 +121,7 @@ class Tape:
 
     # -- from Python values to graph arguments
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> Any:
         """Return a value as a graph argument, writing nodes where needed.
 
         Raises:
@@ -212,7 +212,7 @@ class Tape:
             node = self.write("call_function", overwrite, (self._state[name], value), {})
         self.facts.learn(node, owner=owner, writes=frozenset({name}))
 
-    def keep(self, holder: Any, key: Any, value: torch.Tensor) -> None:
+    def keep(self, holder: object, key: object, value: torch.Tensor) -> None:
         """Write that a tensor is left in a module, object or dict, right behind what made it."""
         node = self.node_of(value) if self.knows(value) else None
         if node is not None and node.op not in ("placeholder", "get_attr"):
@@ -229,7 +229,7 @@ class Tape:
             reader.replace_input_with(state, copied)
         return copied
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: Any) -> object:
         if type(value).__module__ == "numpy" and hasattr(value, "item") and not value.shape:
             return value.item()  # a numpy number: graph code has no numpy
         if isinstance(value, Draw):
@@ -253,17 +253,17 @@ class Tape:
             self._know_object(value, node, ())
         return node
 
-    def _know_object(self, value: Any, node: fx.Node, path: tuple[Accessor, ...]) -> None:
+    def _know_object(self, value: object, node: fx.Node, path: tuple[Accessor, ...]) -> None:
         self._objects[id(value)] = (value, node, path, contents(value))
 
-    def _known_object(self, value: Any) -> fx.Node | None:
+    def _known_object(self, value: object) -> fx.Node | None:
         known = self._objects.get(id(value))
         if known is None:
             return None
         _, node, path, inside = known
         return self._access(node, path) if contents(value) == inside else None
 
-    def object_changed(self, value: Any, before: fx.Node, change: fx.Node) -> None:
+    def object_changed(self, value: object, before: fx.Node, change: fx.Node) -> None:
         """Remember that a node changed an object (not a tensor) that `before` holds."""
         with self.graph.inserting_after(self.facts.last_part(change)):
             node = self.write("call_function", after, (before, change), {})
@@ -287,7 +287,7 @@ class Tape:
         self.facts[node] = self.describe()
         return node
 
-    def adopt(self, node: fx.Node, output: Any, inputs: Sequence[torch.Tensor] = ()) -> None:
+    def adopt(self, node: fx.Node, output: object, inputs: Sequence[torch.Tensor] = ()) -> None:
         """Remember that the tensors in `output` are what `node` returns.
 
         `inputs` are the tensors that the output may be a view of; taking the
@@ -306,7 +306,7 @@ class Tape:
             self._note_storage(held)
         self._adopt_objects(node, (), output)
 
-    def _adopt_objects(self, node: fx.Node, path: tuple[Accessor, ...], value: Any) -> None:
+    def _adopt_objects(self, node: fx.Node, path: tuple[Accessor, ...], value: object) -> None:
         found = branch(value)
         if found is None:
             return
@@ -411,7 +411,7 @@ WRITABLE = (
 )  # fmt: skip
 
 
-def symbolic(value: Any) -> Any:
+def symbolic(value: Any) -> object:
     """Return a symbolic number as a sympy expression, or as a number if it is one."""
     expr = value.node.expr
     if expr.is_number and not expr.free_symbols:
@@ -421,7 +421,7 @@ def symbolic(value: Any) -> Any:
     return expr
 
 
-def _holds_fake(value: Any, depth: int = 0) -> bool:
+def _holds_fake(value: object, depth: int = 0) -> bool:
     """Say whether a tensor of the trace is inside a value that is taken for a constant."""
     if isinstance(value, FakeTensor):
         return True
@@ -442,7 +442,7 @@ def _holds_fake(value: Any, depth: int = 0) -> bool:
     return any(_holds_fake(part, depth + 1) for part in inner[:200])
 
 
-def _part(value: Any, accessor: Accessor) -> Any:
+def _part(value: object, accessor: Accessor) -> object:
     kind, name = accessor
     return ACCESS[kind](value, name)
 

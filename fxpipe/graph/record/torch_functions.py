@@ -77,7 +77,7 @@ _OPERATORS = {
 }
 
 
-def as_node(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
+def as_node(func: object, args: Any, kwargs: object) -> tuple[str, object, object, object]:
     """Return op, target, args and kwargs of the node for a call."""
     called = getattr(func, "__name__", "")
     if called in ("__get__", "__set__") and hasattr(func, "__self__"):
@@ -113,19 +113,19 @@ def _dunders() -> dict[int, str]:
     }
 
 
-def _is_method(func: Any, name: str) -> bool:
+def _is_method(func: object, name: str) -> bool:
     method = getattr(torch.Tensor, name, None)
     return method is not None and (method is func or method == func)
 
 
-def substitute(func: Any, args: Any) -> Any:
+def substitute(func: Any, args: Any) -> object:
     """Return the function to run, and to write down, in place of another."""
     if func in (torch.tensor, torch.as_tensor) and args and type(args[0]) in (tuple, list):
         return stacked if has_tensor(args[0]) else func
     return func
 
 
-def stacked_indices(func: Any, args: Any, stack: Callable[[Any], Any]) -> Any:
+def stacked_indices(func: Any, args: Any, stack: Callable[[object], object]) -> object:
     """Return the arguments of a call; lists of tensors in an index are stacked by `stack`."""
     if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or len(args) < 2:
         return args
@@ -137,7 +137,7 @@ def stacked_indices(func: Any, args: Any, stack: Callable[[Any], Any]) -> Any:
     return (tensor, made if type(index) is tuple else made[0], *rest)
 
 
-def clamped_slices(func: Any, args: Any) -> Any:
+def clamped_slices(func: Any, args: Any) -> object:
     """Return the arguments of a call; `x[:, :8]` ends at the smaller of 8 and the size.
 
     A plain slice does so by itself, but tells nobody: torch takes the answer for the example
@@ -176,7 +176,7 @@ def _clamped(part: slice, size: Any) -> slice:
     smaller: Any = torch.sym_min
     larger: Any = torch.sym_max
 
-    def end(value: Any) -> Any:
+    def end(value: Any) -> object:
         if type(value) is not int:
             return value
         return larger(size + value, 0) if value < 0 else smaller(value, size)
@@ -184,19 +184,19 @@ def _clamped(part: slice, size: Any) -> slice:
     return slice(end(part.start), end(part.stop))
 
 
-def _is_list_of_tensors(value: Any) -> bool:
+def _is_list_of_tensors(value: object) -> bool:
     return type(value) in (tuple, list) and has_tensor(value)
 
 
 def stacked(
-    data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+    data: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: object
 ) -> torch.Tensor:
     """Return what `torch.tensor` makes of nested lists of numbers and 0-d tensors."""
     made = _stacked(data).detach().to(device=device, dtype=dtype)
     return made.requires_grad_() if requires_grad else made
 
 
-def _stacked(data: Any) -> torch.Tensor:
+def _stacked(data: object) -> torch.Tensor:
     if not isinstance(data, (tuple, list)):
         return torch.as_tensor(data)
     parts = [_stacked(part) for part in data]
@@ -211,7 +211,7 @@ def _stacked(data: Any) -> torch.Tensor:
 _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 
 
-def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> object:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
     if not any(word in getattr(func, "__name__", "") for word in _FIXING):
@@ -234,10 +234,10 @@ def _batch_norm(
     return _like(torch.empty_like(x), (x, *state))
 
 
-def _recurrent(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _recurrent(plain: Callable[..., object]) -> Callable[..., object]:
     """Return a function for a recurrent layer, without the steps of the sequence."""
 
-    def run(x: torch.Tensor, hidden: Any, weights: Any, *options: Any) -> Any:
+    def run(x: torch.Tensor, hidden: object, weights: object, *options: object) -> object:
         if not isinstance(hidden, torch.Tensor) or not isinstance(weights, list):  # it is packed
             return plain(x, hidden, weights, *options)
         directions = 2 if options[4] else 1
@@ -262,7 +262,7 @@ def _like(made: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     return empty(made.shape, made.stride(), made.dtype, made.device, has_gradient)
 
 
-_FOLLOWING: dict[Callable[..., Any], Callable[..., Any]] = {
+_FOLLOWING: dict[Callable[..., object], Callable[..., object]] = {
     **dict.fromkeys(
         (torch.max_pool1d, functional.max_pool1d),
         lambda *args, **kwargs: functional.max_pool1d_with_indices(*args, **kwargs)[0],

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from fxpipe.graph.calls.attention_masks import MaskCall
-from fxpipe.graph.calls.graph_calls import Asserted, Observed
+from fxpipe.graph.calls.checks import Asserted
+from fxpipe.graph.calls.graph_calls import Observed
 from fxpipe.graph.calls.late_lists import Numbers
 from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.nested import map_leaves, walk

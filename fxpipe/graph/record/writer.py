@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.calls.graph_calls import AgreedPart, AgreedSizes, Refusal
+from fxpipe.graph.calls.checks import AgreedPart, AgreedSizes
+from fxpipe.graph.calls.graph_calls import Refusal
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.constant_values import Chance
 from fxpipe.graph.record.names import Running

@@ -52,7 +52,7 @@ _SMALL = 1 << 20  # numbers of a module, or of a tensor
 
 def probe(
     module: nn.Module, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> Any:
+) -> object:
     """Return what the module returns, with a fake tensor for each tensor.
 
     `args` and `kwargs` may hold real tensors, fake tensors or `TensorSpec`s.
@@ -87,7 +87,7 @@ def probe(
             return run_real(mode, module, module, args, kwargs, failure)
 
 
-def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> Any:
+def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> object:
     """Run a module of the user's own fake tensors, on their device."""
     with preserved(module), state.fake_mode:
         args, kwargs = _made_up(inputs, torch.empty, torch.Tensor.detach, state.device)
@@ -95,14 +95,14 @@ def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> Any:
 
 
 def _made_up(
-    inputs: Any,
+    inputs: object,
     make: Callable[..., torch.Tensor],
     take: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device = _CPU,
 ) -> Any:
     """Return inputs with a tensor for each spec, and another for each tensor."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> Any:
         if isinstance(leaf, TensorSpec):
             made = make([int(n) for n in leaf.shape], dtype=leaf.dtype, device=device)
         elif isinstance(leaf, torch.Tensor):
@@ -114,7 +114,7 @@ def _made_up(
     return map_leaves(one, inputs)
 
 
-def _is_small(module: nn.Module, inputs: Any) -> bool:
+def _is_small(module: nn.Module, inputs: object) -> bool:
     """Whether a run on made-up tensors is quicker than importing what fakes need: seconds."""
     state = (*module.parameters(), *module.buffers())
     total = sum(tensor.numel() for tensor in state)
@@ -127,7 +127,7 @@ def _is_small(module: nn.Module, inputs: Any) -> bool:
     return total <= _SMALL and is_plain and not _may_communicate(module)
 
 
-def _run_small(module: nn.Module, inputs: Any) -> Any:
+def _run_small(module: nn.Module, inputs: Any) -> object:
     """Run the module on made-up tensors, with all its state put back."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
@@ -167,7 +167,9 @@ def unlogged() -> Iterator[None]:
 class _Casting(Seer):
     """Casts like the hooks of sharded modules with mixed precision, which do not run."""
 
-    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def on_module(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> object:
         policy = shard_precision(module)
         if policy is None:
             return call(*args, **kwargs)
@@ -179,7 +181,7 @@ class _Casting(Seer):
         return output
 
 
-def _cast_to(dtype: torch.dtype) -> Callable[[Any], Any]:
+def _cast_to(dtype: torch.dtype) -> Callable[[object], object]:
     def cast(leaf: Any) -> Any:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if is_float else leaf
@@ -338,7 +340,7 @@ def _is_float(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _mode_of(inputs: Any) -> FakeTensorMode | None:
+def _mode_of(inputs: object) -> FakeTensorMode | None:
     found = (leaf.fake_mode for _, leaf in walk(inputs) if isinstance(leaf, FakeTensor))
     return next(found, None)
 

@@ -48,16 +48,16 @@ def empty(
 class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype
+        ctx: object, anchor: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype
     ) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=anchor.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: object, grad: torch.Tensor) -> object:
         return None, None, None, None
 
 
-def another(leaf: Any, shape: Sequence[Any] | None = None) -> Any:
+def another(leaf: object, shape: Sequence[object] | None = None) -> Any:
     """Return an empty tensor like this one, or of another size; anything else as it is.
 
     Of another size it is dense, in the order of the given one; what was expanded stays so.
@@ -69,8 +69,8 @@ def another(leaf: Any, shape: Sequence[Any] | None = None) -> Any:
     return empty(shape or leaf.shape, stride, leaf.dtype, device, leaf.requires_grad)
 
 
-def _strides(leaf: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    strides: list[Any] = [0] * len(shape)
+def _strides(leaf: torch.Tensor, shape: Sequence[Any]) -> list[object]:
+    strides: list[object] = [0] * len(shape)
     step: Any = 1
     order = sorted(range(len(shape)), key=lambda dim: (leaf.stride(dim), -dim))
     for dim in order:
@@ -113,11 +113,11 @@ _FACTORS = (3, 2, 5, 7)
 def run_real(
     mode: FakeTensorMode,
     module: nn.Module,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    call: Callable[..., object],
+    args: object,
+    kwargs: object,
     failure: BaseException,
-) -> Any:
+) -> object:
     """Return the outputs of a module as fake tensors.
 
     Raises:
@@ -142,7 +142,11 @@ class _Runs:
     """Runs of one call at several sizes."""
 
     def __init__(
-        self, mode: FakeTensorMode, call: Callable[..., Any], inputs: Any, failure: BaseException
+        self,
+        mode: FakeTensorMode,
+        call: Callable[..., object],
+        inputs: object,
+        failure: BaseException,
     ) -> None:
         assert mode.shape_env is not None
         self._mode, self._env = mode, mode.shape_env
@@ -202,7 +206,7 @@ class _Runs:
     def _run(self, values: Values) -> Any:
         memo: dict[int, torch.Tensor] = {}
 
-        def real(leaf: Any) -> Any:
+        def real(leaf: object) -> Any:
             if isinstance(leaf, torch.SymInt):
                 return number_at(leaf, self._env, values)
             if not isinstance(leaf, FakeTensor):
@@ -231,7 +235,7 @@ def _other_sizes(free: Sequence[sympy.Symbol], hints: Values) -> Values:
     return found
 
 
-def _is_alike(pair: tuple[tuple[Any, Any], tuple[Any, Any]]) -> bool:
+def _is_alike(pair: tuple[tuple[object, object], tuple[object, object]]) -> bool:
     (path, a), (other_path, b) = pair
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return path == other_path and (a.dim(), a.dtype) == (b.dim(), b.dtype)

@@ -5,14 +5,14 @@
 
 Where there are not two GPUs it is emulated, and the report says so.
 
-Every schedule is compared with the plain model, timed beside torch.distributed.pipelining, and its
-memory is put beside the simulator's. Then things go wrong: a stage raises, a rank hangs, a
-rank dies. All of that once for each way in which communicators can be set up. The report
-is printed and saved; the exit code is 1 if anything is wrong.
+Every schedule is compared with the plain model on every rank, timed beside
+torch.distributed.pipelining, and its memory on the first rank is put beside the simulator's. Then
+things go wrong: a stage raises, a rank hangs, a rank dies. All of that once for each way in which
+communicators can be set up. What ranks find is written down at once, so a crash costs only what
+comes after it. The report is printed and saved; the exit code is 1 if anything is wrong.
 """
 
 import argparse
-import contextlib
 import copy
 import json
 import os
@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,26 @@ from fxpipe import RemoteStageError, get_schedule_class
 from fxpipe.program import lower, simulate
 from fxpipe.program.costs import StageCost, StageCosts
 from fxpipe.program.generators import SCHEDULES
+from fxpipe.runtime.wire.communicators import streams_of
 from fxpipe.stage import PipelineStage
 from fxpipe.text import aligned, bytes_text
 
+# Since torch 2.14 "nccl" is eager whatever it is told.
+LAZY = "nccl" if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14) else "nccl-lazy"
 # name, backend, environment
-REAL = (
-    ("lazy", "nccl", {}),
+REAL: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("lazy", LAZY, {}),
     ("eager", "nccl", {}),
     ("eager, one hardware queue", "nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 )
-EMULATED = tuple((f"emulated, a queue per {m}", f"nccl_{m}", {}) for m in ("rank", "pair"))
+EMULATED: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("emulated, eager", "nccl_eager", {}),
+    ("emulated, a queue per pair", "nccl_pair", {}),
+    ("gloo, where torch can be timed, too", "gloo", {}),
+)
 MICROBATCHES = 8
+COLUMNS = ("what", "result", "ms", "torch ms", "peak", "predicted")
+LAST_WORDS = 20  # lines of what a failed rank wrote
 LIMIT = 900.0  # seconds for one way
 
 
@@ -53,27 +63,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--emulated", action="store_true", help="on the CPU, over tests/backends")
     every = [name for name in SCHEDULES if name != "ForwardOnly"]
-    parser.add_argument("--schedules", nargs="*", default=every)
-    parser.add_argument("--width", type=int, default=None)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--ways", type=int, default=len(REAL), help="try so many of the ways")
+    parser.add_argument("--schedules", nargs="+", choices=every, default=every, metavar="NAME")
+    parser.add_argument("--width", type=_count, default=None, help="of a layer")
+    parser.add_argument("--rows", type=_count, default=None, help="of a microbatch")
+    parser.add_argument("--steps", type=_count, default=5, help="that are timed")
+    parser.add_argument("--ways", type=_count, default=len(REAL), help="try so many of the ways")
     parser.add_argument("--report", default="out/gpu-check.txt")
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.width = options.width or (16 if options.emulated else 4096)
-    if options.way is not None:
-        _run_rank(options)
-        return
     if not options.emulated and torch.cuda.device_count() < 2:
         options.emulated = True
         sys.argv.append("--emulated")  # for the ranks
+    options.width = options.width or (64 if options.emulated else 2048)
+    options.rows = options.rows or (256 if options.emulated else 4096)
+    if options.way is not None:
+        _run_rank(options)
+        return
     num_ranks = 2 if options.emulated else torch.cuda.device_count()
+    report = Path(options.report)
+    try:  # before an hour's work
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text("not finished\n")
+    except OSError as error:
+        parser.error(f"cannot write the report: {error}")
     text, is_right = _report(options, num_ranks)
-    Path(options.report).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.report).write_text(text)
-    print(f"{text}\nsaved as {options.report}")
+    print(text)
+    report.write_text(text)
+    print(f"saved as {report}: please send it back")
     sys.exit(0 if is_right else 1)
+
+
+def _count(text: str) -> int:
+    if (found := int(text)) < 1:
+        raise ValueError(text)
+    return found
 
 
 def _report(options: argparse.Namespace, num_ranks: int) -> tuple[str, bool]:
@@ -84,16 +108,21 @@ def _report(options: argparse.Namespace, num_ranks: int) -> tuple[str, bool]:
         for dies in (False, True):
             rows = _launch(place, dies, environment, num_ranks)
             is_right &= bool(rows) and all(row["is_right"] for row in rows)
-            columns = ("what", "result", "ms", "torch ms", "peak", "predicted")
-            shown = [[str(row.get(column, "")) for column in columns] for row in rows]
+            shown = [[str(row.get(column, "")) for column in COLUMNS] for row in rows]
             title = f"{name}{', a rank dies' if dies else ''}"
-            lines = aligned([columns, *shown], left=(0, 1), rule=True)
-            parts.append("\n".join([f"== {title}", *lines]))
-    return "\n\n".join(parts), is_right
+            lines = aligned([COLUMNS, *shown], left=(0, 1), rule=True)
+            more = [line for row in rows for line in row.get("more", [])]
+            parts.append("\n".join([f"== {title}", *lines, *more]))
+    parts.append("everything is right" if is_right else "SOMETHING IS WRONG")
+    return "\n\n".join(parts) + "\n", is_right
 
 
 def _machine(num_ranks: int, emulated: bool) -> str:
-    lines = [f"python {platform.python_version()}, torch {torch.__version__}, {num_ranks} ranks"]
+    lines = [
+        f"python {platform.python_version()}, torch {torch.__version__}, {num_ranks} ranks",
+        f"{' '.join(sys.argv[1:]) or 'no options'}; on {platform.platform()}",
+        "predicted: what actions keep for each other, without what a layer needs while it runs",
+    ]
     if emulated:
         lines.append("no two GPUs are used: NCCL is emulated on the CPU, so times mean little")
     else:
@@ -123,19 +152,58 @@ def _launch(
         ]
         rows: list[dict[str, Any]] = []
         until = time.monotonic() + LIMIT
-        for rank, process in enumerate(ranks):
-            try:
-                _, said = process.communicate(timeout=max(until - time.monotonic(), 1.0))
-            except subprocess.TimeoutExpired:
+        try:
+            for rank, process in enumerate(ranks):
+                try:
+                    _, said = process.communicate(timeout=max(until - time.monotonic(), 1.0))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    _, said = process.communicate()
+                if process.returncode != (3 if dies and rank == num_ranks - 1 else 0):
+                    last = said.decode(errors="replace").strip().splitlines()[-LAST_WORDS:]
+                    text = f"FAILED: exit code {process.returncode}"
+                    more = [f"-- the last words of rank {rank}", *last]
+                    rows.append(
+                        {"what": f"rank {rank}", "result": text, "is_right": False, "more": more}
+                    )
+        finally:
+            for process in ranks:
                 process.kill()
-                _, said = process.communicate()
-            expected = 3 if dies and rank == num_ranks - 1 else 0
-            if process.returncode != expected:
-                last = said.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-                text = f"FAILED: exit code {process.returncode}: {last[0]}"
-                rows.append({"what": f"rank {rank}", "result": text, "is_right": False})
-        found = Path(folder, "found.json")
-        return [*(json.loads(found.read_text()) if found.exists() else []), *rows]
+        alive = range(num_ranks - dies)
+        return [*merged([_found(folder, rank) for rank in alive]), *rows]
+
+
+def _found(folder: str, rank: int) -> list[dict[str, Any]]:
+    path = Path(folder, f"{rank}.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def merged(found: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What all ranks found, as one row for each thing tried: wrong on one rank is wrong.
+
+    Figures are those of the first rank.
+    """
+    names = dict.fromkeys(row["what"] for rows in found for row in rows)
+    whole = []
+    for name in names:
+        made: dict[str, Any] = {"what": name, "result": "ok", "is_right": True, "more": []}
+        wrong = []
+        for rank, rows in enumerate(found):
+            mine = [row for row in rows if row["what"] == name]
+            if not mine:
+                mine = [{"result": "FAILED: did not come so far", "is_right": False}]
+            for row in mine:
+                if rank == 0:
+                    made.update({key: row[key] for key in row if key not in ("is_right", "more")})
+                if not row["is_right"]:
+                    wrong.append(f"rank {rank}: {row['result']}")
+                if row.get("more"):
+                    made["more"] += [f"-- {name}, rank {rank}", *row["more"]]
+        if wrong:
+            made.update(result="; ".join(wrong), is_right=False)
+        whole.append(made)
+    return whole
 
 
 # What each rank does
@@ -151,14 +219,16 @@ def _run_rank(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         nccl_like.register()
         dist.init_process_group(backend)
+        nccl_like.bind(backend)
     else:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         dist.init_process_group(backend, device_id=device if name != "lazy" else None)
     checks = _death if options.dies else _checks
-    found = list(checks(rank, num_ranks, device, options))
-    if rank == 0:
-        Path(os.environ["FOLDER"], "found.json").write_text(json.dumps(found))
+    with Path(os.environ["FOLDER"], f"{rank}.jsonl").open("w") as file:
+        for found in checks(rank, num_ranks, device, options):
+            file.write(json.dumps(found) + "\n")
+            file.flush()
     sys.stderr.flush()
     os._exit(0)
 
@@ -166,18 +236,31 @@ def _run_rank(options: argparse.Namespace) -> None:
 def _checks(
     rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
+    yield _guarded("queues", lambda: _queues(device))
     for schedule in options.schedules:
         yield _guarded(schedule, lambda s=schedule: _train(s, rank, num_ranks, device, options))
     yield _guarded("a stage raises", lambda: _fault(rank, num_ranks, device, options))
     yield _guarded("a rank hangs", lambda: _hang(rank, num_ranks, device, options))
+    if not dist.get_backend().startswith("nccl_"):  # emulated: torch wants a group of C++
+        for schedule in options.schedules:
+            yield _beside_torch(schedule, rank, num_ranks, device, options)
+
+
+def _queues(device: torch.device) -> dict[str, Any]:
+    streams = streams_of(dist.group.WORLD, device)
+    text = f"one queue per {streams}" if streams else "no queues"
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    return {"result": f"ok, {text}, {'eager' if bound is not None else 'not eager'}"}
 
 
 def _guarded(what: str, check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"what": what, "result": "ok", "is_right": True, **check()}
     except Exception as error:
-        text = f"FAILED: {type(error).__name__}: {str(error).splitlines()[0]}"
-        return {"what": what, "result": text, "is_right": False}
+        said = (str(error).splitlines() or [""])[0]
+        text = f"FAILED: {type(error).__name__}: {said}"
+        more = traceback.format_exc().splitlines()
+        return {"what": what, "result": text, "is_right": False, "more": more}
 
 
 class _Block(nn.Module):
@@ -202,15 +285,15 @@ class _Made:
     """The stages of a rank, their schedule, and the whole plain model."""
 
     def __init__(
-        self, schedule: str, rank: int, num_ranks: int, device: torch.device, width: int,
-        package: Any = None, **options: Any,
+        self, schedule: str, rank: int, num_ranks: int, device: torch.device,
+        shape: argparse.Namespace, package: Any = None, **options: Any,
     ) -> None:  # fmt: skip
         info = SCHEDULES[schedule]
         self.num_stages = num_ranks if info.stages_per_rank[1] == 1 else 2 * num_ranks
         placement = info.placement(num_ranks, self.num_stages)
         self.indices = list(placement.stages_of(rank))
         torch.manual_seed(0)
-        self.modules = [_Block(width).to(device) for _ in range(self.num_stages)]
+        self.modules = [_Block(shape.width).to(device) for _ in range(self.num_stages)]
         self.plain = copy.deepcopy(self.modules)
         make = package.PipelineStage if package else PipelineStage
         stages = [make(self.modules[i], i, self.num_stages, device) for i in self.indices]
@@ -218,7 +301,8 @@ class _Made:
         alone = package is not None and schedule in ("GPipe", "1F1B")
         self.schedule = found(stages[0] if alone else stages, MICROBATCHES, loss_fn=_mse, **options)
         generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(MICROBATCHES * 4, width, generator=generator).to(device)
+        self.rows = shape.rows
+        self.x = torch.randn(MICROBATCHES * self.rows, shape.width, generator=generator).to(device)
 
     def step(self) -> None:
         for i in self.indices:
@@ -242,20 +326,33 @@ class _Made:
 def _train(
     schedule: str, rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    made = _Made(schedule, rank, num_ranks, device, options.width)
+    made = _Made(schedule, rank, num_ranks, device, options)
     made.step()
     made.check_gradients()
     found = {"ms": _milliseconds(made.step, device, options.steps)}
     found["peak"] = bytes_text(_peak(made.step, device))
     found["predicted"] = bytes_text(_predicted(made, schedule, rank, num_ranks))
     made.check_gradients()
-    if not options.emulated and hasattr(dist, "pipelining"):
-        from torch.distributed import pipelining
+    return found
 
-        with contextlib.suppress(ValueError):  # a schedule that torch does not have
-            theirs = _Made(schedule, rank, num_ranks, device, options.width, pipelining)
-            theirs.step()
-            found["torch ms"] = _milliseconds(theirs.step, device, options.steps)
+
+def _beside_torch(
+    schedule: str, rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Whatever happens to torch is no fault of ours."""
+    from torch.distributed import pipelining
+
+    found: dict[str, Any] = {"what": schedule, "is_right": True, "torch ms": "has none"}
+    try:
+        pipelining.schedules.get_schedule_class(schedule)
+    except ValueError:
+        return found
+    try:
+        theirs = _Made(schedule, rank, num_ranks, device, options, pipelining)
+        theirs.step()
+        found["torch ms"] = _milliseconds(theirs.step, device, options.steps)
+    except Exception as error:
+        found["torch ms"] = type(error).__name__
     return found
 
 
@@ -288,7 +385,7 @@ def _peak(step: Callable[[], None], device: torch.device) -> float:
 
 def _predicted(made: _Made, schedule: str, rank: int, num_ranks: int) -> float:
     """The simulator's peak, from what one microbatch leaves for its backward."""
-    x = made.x[:4]
+    x = made.x[: made.rows]
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -308,7 +405,7 @@ def _predicted(made: _Made, schedule: str, rank: int, num_ranks: int) -> float:
 def _fault(
     rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    made = _Made("1F1B", rank, num_ranks, device, options.width)
+    made = _Made("1F1B", rank, num_ranks, device, options)
     made.step()
     made.modules[num_ranks - 1].problem = "raise"
     wanted = KeyError if rank == num_ranks - 1 else RemoteStageError
@@ -322,7 +419,7 @@ def _fault(
 def _hang(
     rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    made = _Made("1F1B", rank, num_ranks, device, options.width, timeout=3.0)
+    made = _Made("1F1B", rank, num_ranks, device, options, timeout=3.0)
     made.step()
     made.modules[num_ranks - 1].problem = "hang"
     seconds = _raises(made.step, RemoteStageError)
@@ -332,7 +429,7 @@ def _hang(
 def _death(
     rank: int, num_ranks: int, device: torch.device, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    made = _Made("1F1B", rank, num_ranks, device, options.width)
+    made = _Made("1F1B", rank, num_ranks, device, options)
     made.step()
     if rank == num_ranks - 1:
         os._exit(3)

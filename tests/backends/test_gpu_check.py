@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu_check import merged
 
 
-def test_the_report_says_what_was_tried_and_that_all_is_right(tmp_path: Path) -> None:
-    report = tmp_path / "report.txt"
-    options = ["--emulated", "--ways", "1", "--schedules", "1F1B", "--steps", "1"]
-
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check", *options, "--report", str(report)],
+def run(*options: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check", *options],
         capture_output=True,
         text=True,
         timeout=400,
@@ -19,8 +21,71 @@ def test_the_report_says_what_was_tried_and_that_all_is_right(tmp_path: Path) ->
         check=False,
     )
 
+
+@pytest.mark.parametrize(
+    "way", [1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_the_report_says_what_was_tried_and_that_all_is_right(way: int, tmp_path: Path) -> None:
+    report = tmp_path / "new" / "report.txt"
+
+    done = run(
+        *("--emulated", "--ways", str(way), "--schedules", "1F1B", "--steps", "1"),
+        *("--report", str(report)),
+    )
+
     assert done.returncode == 0, done.stdout + done.stderr
     lines = report.read_text().splitlines()
-    for what in ("1F1B", "a stage raises", "a rank hangs", "a rank dies"):
-        (found,) = [line for line in lines if line.startswith(what)]
-        assert "  ok" in found
+    assert lines[-1] == "everything is right"
+    for what in ("1F1B", "queues", "a stage raises", "a rank hangs", "a rank dies"):
+        found = [line for line in lines if line.startswith(what + " ")]
+        assert len(found) == way and all("  ok" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--schedules", "Nonsense"], "invalid choice: 'Nonsense'"),
+        (["--steps", "0"], "invalid _count value: '0'"),
+        (["--ways", "0"], "invalid _count value: '0'"),
+        (["--report", "/proc/none/report.txt"], "cannot write the report"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(options: list[str], message: str) -> None:
+    # A wrong name was four tables of failures; no way at all was a success; a report that could not
+    # be written was lost, after all of the work.
+    done = run("--emulated", *options)
+
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert message in done.stderr
+
+
+def row(what: str, result: str = "ok", **more: Any) -> dict[str, Any]:
+    return {"what": what, "result": result, "is_right": result == "ok", **more}
+
+
+def test_what_is_wrong_on_any_rank_is_wrong() -> None:
+    # Only rank 0 was heard: wrong gradients elsewhere were "ok".
+    wrong = row("1F1B", "FAILED: AssertionError", more=["Traceback"])
+    found = merged([[row("GPipe", ms="1"), row("1F1B", ms="2")], [row("GPipe", ms="9"), wrong]])
+
+    assert [(one["what"], one["ms"], one["is_right"]) for one in found] == [
+        ("GPipe", "1", True),
+        ("1F1B", "2", False),
+    ]
+    assert found[1]["result"] == "rank 1: FAILED: AssertionError"
+    assert found[1]["more"] == ["-- 1F1B, rank 1", "Traceback"]
+
+
+def test_what_ranks_found_before_a_crash_is_kept() -> None:
+    found = merged([[row("GPipe")], [row("GPipe"), row("1F1B")]])
+
+    assert [one["is_right"] for one in found] == [True, False]
+    assert found[1]["result"] == "rank 0: FAILED: did not come so far"
+
+
+def test_torch_s_time_stands_beside_ours() -> None:
+    theirs = {"what": "1F1B", "is_right": True, "torch ms": "3"}
+
+    (found,) = merged([[row("1F1B", ms="2"), theirs], [row("1F1B"), theirs]])
+
+    assert (found["result"], found["ms"], found["torch ms"]) == ("ok", "2", "3")

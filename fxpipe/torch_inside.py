@@ -57,12 +57,14 @@ __all__ = [
     "finish_sharded_backward", "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "held_functions", "hook_takes_kwargs", "is_compiled", "is_view",
-    "known_sizes", "local_tensor", "memory_of", "named_group", "overload_packet", "own_attributes",
+    "joins_uneven_inputs", "known_sizes", "local_tensor", "memory_of", "named_group",
+    "overload_packet", "own_attributes",
     "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "prepare_sharded",
-    "profiler_is_on", "put_gathered_gradient", "pytree", "pytree_kind", "run_engine", "schema_of",
+    "profiler_is_on", "put_gathered_gradient", "pytree", "pytree_kind", "reduction_hooks",
+    "run_engine", "schema_of",
     "shard_groups", "shard_precision", "split_group", "take_back", "take_gathered_gradient",
-    "transient_buffers", "unset_fake_temporarily", "version_of", "watch_replacements",
-    "without_torch_function",
+    "transient_buffers", "unset_fake_temporarily", "version_of", "was_dtensor",
+    "watch_replacements", "without_torch_function",
 ]  # fmt: skip
 
 # Tensors
@@ -392,6 +394,24 @@ def gather_options(timeout: datetime.timedelta) -> Any:
 def backend_object(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend that carries tensors of a device; RuntimeError if there is none."""
     return group._get_backend(device)
+
+
+# Replicated modules
+
+
+def reduction_hooks(module: Any) -> list[Any]:
+    """Return the communication hooks of a DistributedDataParallel, each with its state."""
+    return list(module._comm_hooks)
+
+
+def joins_uneven_inputs(module: Any) -> bool:
+    """Say whether a DistributedDataParallel is inside its `join()`."""
+    return bool(module._join_config.enable)
+
+
+def was_dtensor(parameter: torch.Tensor) -> bool:
+    """Say whether DistributedDataParallel has put a local tensor in a DTensor's place."""
+    return hasattr(parameter, "_st_info")
 
 
 # Sharded modules: `state` below is what FSDP2 keeps of a module.

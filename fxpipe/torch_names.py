@@ -77,6 +77,9 @@ PRIVATE: dict[str, str] = {
     "torch.distributed.distributed_c10d._new_process_group_helper": "a group by a name all know",
     "torch.distributed.distributed_c10d._world": "where the groups of a process are kept",
     "torch.distributed.ProcessGroup._get_backend": "which backend carries a device's tensors",
+    "torch.nn.parallel.distributed:_comm_hooks": "hooks that would not be called",
+    "torch.distributed.tensor.parallel.ddp:_st_info": "marks a parameter that was a DTensor",
+    "torch.nn.parallel.distributed:_join_config": "replicas that run out of data",
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "what is known of a sharded module",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_fsdp_param_groups|_fsdp_param_group": "what "
     "is gathered together",

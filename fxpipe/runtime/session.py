@@ -35,7 +35,7 @@ from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.partners import Partners, partner_groups
 from fxpipe.runtime.parameters.replicas import Replicas
-from fxpipe.runtime.parameters.sync import NoSync, do_collectives, grad_sync
+from fxpipe.runtime.parameters.sync import NoSync, check_wrapper, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers, RandomState
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
@@ -257,6 +257,8 @@ class Session:
             front = next(iter(self.stages.values())).front
             chunks = split_call(call, front, self.options, self.program.num_microbatches)
             key = self._key_of(call)
+            for _, module in self.state.modules:
+                check_wrapper(module)
             partners.begin()
         except BaseException as error:
             problem = error

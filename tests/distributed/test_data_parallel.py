@@ -534,3 +534,81 @@ def test_replicas_with_weights_of_their_own_and_auxiliary_losses(
 ) -> None:
     # Without auxiliary losses each replica divided the average of the sums by its own weight.
     run_on_ranks(4, weighted_and_auxiliary, wrapper, has_aux)
+
+
+def do_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    made.set_result(bucket.buffer())
+    return made
+
+
+def refused(rank: int, case: str, words: str) -> None:
+    """What fxpipe would pass over in silence is an error on all ranks, before anything runs."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module: Any = nn.Sequential(*blocks(2)).double()
+    joined: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if case == "a part":
+        wrap(module[0], "fsdp", dp[place])
+    elif case == "old shards":
+        module = FullyShardedDataParallel(
+            module, process_group=dp[place], device_id=torch.device("cpu")
+        )
+    elif case == "one stage" and place == 0:
+        module = wrap(module, "ddp", dp[place])
+    elif case != "one stage":
+        is_static = case == "static graph"
+        module = DistributedDataParallel(
+            module, process_group=dp[place], static_graph=is_static and place == 0
+        )
+    made = Schedule1F1B(
+        [PipelineStage(module, place, 2, "cpu", group=pp[replica])], 4, loss_fn=mse, timeout=30.0
+    )
+    if case == "hook":
+        made.step(rand(8, 8), target=rand(8, 8))
+        if place == 0:
+            module.register_comm_hook(None, do_nothing)
+    if case == "join":
+        joined = module.join() if place == 0 else joined
+    with joined, pytest.raises((InputError, RemoteStageError), match=words):
+        made.step(rand(8, 8), target=rand(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("a part", "nothing averages the gradients of 4 parameters: 1.linear.weight of stage 0"),
+        ("one stage", "nothing averages the gradients of 4 parameters: 0.linear.weight of stage 1"),
+        ("hook", "communication hook do_nothing, which would not be called"),
+        ("static graph", "static_graph=True"),
+        ("join", "inside join"),
+        ("old shards", "use torch.distributed.fsdp.fully_shard"),
+    ],
+)
+def test_replicas_that_would_not_be_averaged_as_asked_are_refused(case: str, words: str) -> None:
+    # Parameters in no wrapper grew apart, and communication hooks were not called, in silence.
+    run_on_ranks(4, refused, case, words)
+
+
+def ignored_parameters(rank: int) -> list[torch.Tensor]:
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    module = blocks(2)[place]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["linear.bias"])
+    stage = PipelineStage(wrap(module, "ddp", dp[place]), place, 2, "cpu", group=pp[replica])
+    made = Schedule1F1B([stage], 4, loss_fn=mse)
+    made.step(rand(8, 8, seed=replica), target=rand(8, 8, seed=2))
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def test_what_ddp_ignores_is_not_averaged() -> None:
+    # It was: parameters that replicas hold different ones of, such as experts, were mixed.
+    found = run_on_ranks(4, ignored_parameters)
+
+    for one, other in (found[0::2], found[1::2]):
+        assert_close(one[0], other[0], "weight")
+        assert not torch.allclose(one[1], other[1])

@@ -325,3 +325,80 @@ def without_mesh(rank: int) -> None:
 
 def test_a_mesh_that_the_receiver_does_not_know_is_asked_for() -> None:
     run_on_ranks(2, without_mesh)
+
+
+class Last(nn.Module):
+    """Ends with a collective: what it returns may still be on its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.float64)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.down(torch.tanh(self.up(x)))
+        return made
+
+
+def end_with_collective(rank: int, schedule: str, is_local: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    indices, num_stages = layout(schedule, rank // 2, 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Last() for _ in range(num_stages)))
+    plain = copy.deepcopy(model)
+    spread = PrepareModuleInput(
+        input_layouts=(Replicate(),),
+        desired_input_layouts=(Replicate(),),
+        use_local_output=False,
+    )
+    plan = {"": spread, "up": ColwiseParallel(), "down": RowwiseParallel(use_local_output=is_local)}
+    held = {i: parallelize_module(model[i], mesh["tp"], plan) for i in indices}
+    pp = mesh["pp"].get_group()
+    stages: list[PipelineStage] = []
+    for i in indices:
+        module = Gather(held[i]) if i == num_stages - 1 else held[i]
+        stages.append(PipelineStage(module, i, num_stages, "cpu", group=pp))
+    made = get_schedule_class(schedule)(stages, 4, loss_fn=mse, timeout=60.0)
+    x, y = rand(ROWS, WIDTH), rand(ROWS, WIDTH, seed=2)
+    made.step(x, target=y)
+    mse(plain(x), y).backward()
+    for i, block in held.items():
+        for (name, p), q in zip(block.named_parameters(), plain[i].parameters(), strict=True):
+            grad: Any = p.grad
+            whole = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            assert_close(whole, q.grad, f"stage {i} {name}")
+
+
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "DTensor"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_stage_may_end_with_a_collective(schedule: str, is_local: bool) -> None:
+    # Such a tensor has no memory yet: sending it was "Bad address", and the peer seemed lost.
+    run_on_ranks(4, end_with_collective, schedule, is_local)
+
+
+def ddp_around_shards(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    spread = parallelize_module(Mlp(), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    module = DistributedDataParallel(spread, device_mesh=mesh["dp"])
+    stage = PipelineStage(module, 0, 1, "cpu", group=mesh["pp"].get_group())
+    made = get_schedule_class("1F1B")([stage], 4, loss_fn=mse, timeout=60.0)
+    with pytest.raises(InputError, match="has tensor-parallel parameters"):
+        made.step(rand(ROWS, WIDTH), target=rand(ROWS, WIDTH))
+
+
+def test_ddp_around_tensor_parallel_modules_is_refused() -> None:
+    # Their parameters leave the module in its first forward: later steps did not average them.
+    run_on_ranks(4, ddp_around_shards)

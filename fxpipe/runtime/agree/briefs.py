@@ -20,8 +20,8 @@ from fxpipe.runtime.stage.boundary import Skeleton
 from fxpipe.runtime.stage.stage_kind import Front
 
 __all__ = [
-    "Brief", "Route", "StageFacts", "agreed_routes", "agreed_rows", "check_loss", "check_names",
-    "check_pipelines", "check_tied",
+    "Brief", "Route", "StageFacts", "agreed_routes", "agreed_rows", "check_averaged", "check_loss",
+    "check_names", "check_pipelines", "check_tied",
 ]  # fmt: skip
 
 
@@ -57,6 +57,10 @@ class Brief(NamedTuple):
     stages: Mapping[int, StageFacts]
     reduces: bool
     shards: bool
+    replicas: int
+    """How many replicas one of its stages has, at most."""
+    alone: Sequence[str]
+    """Parameters that want a gradient and that nothing averages over replicas."""
     used: Sequence[str]
     """Inputs of its stages that require a gradient."""
     tied: Sequence[Sequence[tuple[Any, ...]]]
@@ -127,6 +131,19 @@ def check_loss(briefs: Sequence[Brief]) -> None:
         raise InputError(
             f"the rank of the last stage has no loss_fn, but rank {having[0]} has one: step() "
             "would give no gradients; give the schedule the same loss_fn on all ranks"
+        )
+
+
+def check_averaged(briefs: Sequence[Brief]) -> None:
+    """Refuse parameters that each replica would train on its own."""
+    alone = [name for brief in briefs for name in brief.alone]
+    if alone and any(brief.replicas > 1 for brief in briefs):
+        raise InputError(
+            f"the pipeline has {max(brief.replicas for brief in briefs)} data-parallel replicas, "
+            f"but nothing averages the gradients of {len(alone)} parameters: "
+            f"{', '.join(alone[:5])}{', ...' * (len(alone) > 5)}. Wrap the whole module of every "
+            "stage in DistributedDataParallel or by fully_shard; what is meant to differ goes "
+            "into ignored_params of fully_shard"
         )
 
 

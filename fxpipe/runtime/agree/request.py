@@ -43,15 +43,15 @@ class Options:
             return tuple(min(rank + 2, self.max_unsharded) for rank in range(num_ranks))
         given = self.unshard_lookahead
         if (
-            not isinstance(given, tuple)
+            not isinstance(given, list | tuple)
             or len(given) != num_ranks
             or not all(isinstance(n, int) and n > 0 for n in given)
         ):
             raise InputError(
-                'unshard_lookahead is "full", "auto" or a tuple with a number above 0 for each of '
+                'unshard_lookahead is "full", "auto" or a list with a number above 0 for each of '
                 f"the {num_ranks} ranks, got {given!r}"
             )
-        return given
+        return tuple(given)
 
 
 @dataclass(frozen=True, slots=True)

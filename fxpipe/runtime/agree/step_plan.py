@@ -29,6 +29,7 @@ from fxpipe.runtime.agree.briefs import (
     StageFacts,
     agreed_routes,
     agreed_rows,
+    check_averaged,
     check_loss,
     check_names,
     check_tied,
@@ -39,7 +40,7 @@ from fxpipe.runtime.agree.request import Call, Chunks, Options
 from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.fsdp import gathered_dtypes
-from fxpipe.runtime.parameters.sync import NoSync, grad_sync
+from fxpipe.runtime.parameters.sync import NoSync, grad_sync, not_averaged
 from fxpipe.runtime.stage.boundary import skeleton_of
 from fxpipe.runtime.stage.dtensors import is_parallel
 from fxpipe.runtime.stage.executor import Executor, Hooks
@@ -125,6 +126,8 @@ class PlanMaker:
             stages={i: _stage_facts(modules[i], found) for i, found in per_stage.items()},
             reduces=any(not isinstance(sync, NoSync) for sync in syncs),
             shards=any(sync.is_sharded for sync in syncs),
+            replicas=max((g.size() for sync in syncs for g in sync.groups), default=1),
+            alone=[f"{n} of stage {i}" for i, m in modules.items() for n in not_averaged(m)],
             used=sorted(
                 {k for one in chosen for k, value in one.items() if _wants_gradient(value)}
             ),
@@ -215,6 +218,7 @@ class PlanMaker:
             check_names(briefs)
             if self.call.training:
                 check_loss(briefs)
+                check_averaged(briefs)
             check_tied(briefs, self.tied)
             keys = self.front.agree_sizes([brief.sizes for brief in briefs])
         merged = {i: found for brief in briefs for i, found in brief.stages.items()}

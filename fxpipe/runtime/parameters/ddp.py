@@ -11,7 +11,8 @@ Buckets are reduced while the rest of the pipeline still works. They hold all pa
 want a gradient, with zeros for unused ones, so that all replicas make the same buckets without
 asking; what nobody has used loses its zeros again. A parameter that several stages of this process
 hold, such as tied embeddings where the first and the last stage meet, is averaged by one of them,
-when all have added to it. Limit: communication hooks (`register_comm_hook`) are not called.
+when all have added to it. What DDP would do in a reduction of its own (communication hooks, static
+graphs, `join()`) is refused.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fxpipe.errors import InputError
 from fxpipe.runtime.parameters.lost_groups import collective_of
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.runtime.wire.communicators import backend_of
+from fxpipe.torch_inside import joins_uneven_inputs, reduction_hooks, was_dtensor
 
-__all__ = ["DdpSync", "Earlier", "Wait"]
+__all__ = ["DdpSync", "Earlier", "Wait", "check_ddp"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -142,10 +145,10 @@ class DdpSync:
         self._unused.clear()
 
     def held(self) -> list[nn.Parameter]:
-        return [p for module in self._modules for p in module.parameters() if p.requires_grad]
+        return [p for module in self._modules for p in _averaged(module)]
 
-    def _trained(self, module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.requires_grad and p not in self.elsewhere]
+    def _trained(self, module: DistributedDataParallel) -> list[nn.Parameter]:
+        return [p for p in _averaged(module) if p not in self.elsewhere]
 
     def _earlier_of(self, p: nn.Parameter) -> torch.Tensor:
         """A copy to average: a step that fails leaves the gradient itself as it was."""
@@ -161,6 +164,45 @@ class DdpSync:
         self._earlier = {}
         for module, before in zip(self._modules, self._before, strict=True):
             module.require_backward_grad_sync = before
+
+
+def check_ddp(module: DistributedDataParallel) -> None:
+    """Refuse what needs the reduction that DDP would start itself.
+
+    Raises:
+        InputError: saying what to do instead.
+    """
+    what = ""
+    hooks = reduction_hooks(module)
+    if hooks:
+        named = getattr(hooks[0][0], "__qualname__", type(hooks[0][0]).__name__)
+        what = (
+            f"has the communication hook {named}, which would not be called: leave it out, or "
+            "use fully_shard, whose mixed precision policy has a reduce_dtype"
+        )
+    elif module.static_graph:
+        what = (
+            "has static_graph=True, but a pipeline runs several forwards before a backward: leave "
+            "it out; gradients are averaged once per step without it"
+        )
+    elif joins_uneven_inputs(module):
+        what = "is inside join(), but replicas make every step together: give all as many batches"
+    elif any(map(was_dtensor, module.parameters())):
+        what = (
+            "has tensor-parallel parameters, which its forward takes out of parameters(): use "
+            "fully_shard with a mesh, which keeps them"
+        )
+    if what:
+        raise InputError(
+            f"the DistributedDataParallel around {type(module.module).__name__} {what}"
+        )
+
+
+def _averaged(module: DistributedDataParallel) -> list[nn.Parameter]:
+    """Those that want a gradient, without those that DDP was told to ignore."""
+    named = module.module.named_parameters()
+    ignored = module.parameters_to_ignore
+    return [p for name, p in named if p.requires_grad and name not in ignored]
 
 
 def _gradient(p: nn.Parameter) -> torch.Tensor:

@@ -9,7 +9,7 @@ when weight gradients come later than input gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
@@ -17,11 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fxpipe.errors import InputError
 from fxpipe.program import Action, Kind
-from fxpipe.runtime.parameters.ddp import DdpSync, Earlier, Wait
+from fxpipe.runtime.parameters.ddp import DdpSync, Earlier, Wait, check_ddp
 from fxpipe.runtime.parameters.fsdp import FsdpSync, fsdp_roots
 from fxpipe.runtime.parameters.trained import Trained
 
-__all__ = ["GradSync", "NoSync", "collective", "divide_shared", "do_collectives", "grad_sync"]
+__all__ = [
+    "GradSync", "NoSync", "check_wrapper", "collective", "divide_shared", "do_collectives",
+    "grad_sync", "not_averaged",
+]  # fmt: skip
 
 
 class GradSync(Protocol):
@@ -119,6 +122,32 @@ def grad_sync(module: nn.Module) -> GradSync:
     if fsdp:
         return FsdpSync(fsdp)
     return NoSync(module)
+
+
+def check_wrapper(module: nn.Module) -> None:
+    """Refuse a wrapper that wants to gather or reduce by itself.
+
+    Raises:
+        InputError: saying what to do instead.
+    """
+    if isinstance(module, DistributedDataParallel):
+        check_ddp(module)
+    elif type(module).__name__ == "FullyShardedDataParallel":
+        raise InputError(
+            "a stage is wrapped in FullyShardedDataParallel, which reduces in every backward: use "
+            "torch.distributed.fsdp.fully_shard"
+        )
+
+
+def not_averaged(module: nn.Module) -> list[str]:
+    """Names of a stage's plain parameters that want a gradient and are in no wrapper."""
+    wrapped: list[Any] = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    inside = {p for one in (*wrapped, *fsdp_roots(module)) for p in one.parameters()}
+    return [
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and p not in inside and not hasattr(p, "device_mesh")
+    ]
 
 
 def divide_shared(syncs: Sequence[GradSync]) -> None:

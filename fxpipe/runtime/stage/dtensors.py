@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "as_dtensor",
     "find_mesh",
+    "finished",
     "is_dtensor",
     "is_parallel",
     "layout_of",
@@ -130,6 +131,15 @@ def local_part(tensor: torch.Tensor, layout: Layout | None, where: str) -> torch
     spread: Any = tensor
     part: torch.Tensor = spread.to_local(grad_placements=_placements(layout.gradient))
     return part
+
+
+def finished(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, where it stands for what a collective still makes: that has no memory."""
+    if type(tensor) is torch.Tensor or type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    pending: Any = tensor
+    made: torch.Tensor = pending.trigger_wait()
+    return made
 
 
 def as_dtensor(part: torch.Tensor, layout: Layout | None, mesh: Any) -> torch.Tensor:

@@ -23,7 +23,7 @@ from fxpipe.runtime.parameters.sync import GradSync, grad_sync
 from fxpipe.runtime.split.deferral import Deferral, can_defer
 from fxpipe.runtime.split.engine import run_backward
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
-from fxpipe.runtime.stage.dtensors import Layout, as_dtensor, find_mesh, local_part
+from fxpipe.runtime.stage.dtensors import Layout, as_dtensor, find_mesh, finished, local_part
 from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.offload import SavedTensors
 from fxpipe.runtime.stage.received import Slots, receive
@@ -345,7 +345,7 @@ class StageRunner:
                 if grad is None:
                     port = wiring.received[place]
                     grad = torch.zeros(port.shape, dtype=port.dtype, device=self.device)
-                grads.append(grad)
+                grads.append(finished(grad))
             made.append(grads)
         return made
 
@@ -367,7 +367,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     Without autograd a module may return the same buffer for every microbatch.
     """
     is_fresh = torch.is_grad_enabled() and tensor.grad_fn is not None
-    return tensor.detach() if is_fresh else tensor.clone()
+    return finished(tensor.detach()) if is_fresh else tensor.clone()
 
 
 def wire(

@@ -3,7 +3,7 @@
 A `Trace` sees every torch function (as a TorchFunctionMode) and every module call.
 In opened modules each torch function becomes a node (`operations.py`), and so do some other
 calls (`whole_calls.py`). Any other module is a leaf: one `call_module` node, whatever happens
-inside (`leaf_calls.py`). Splits asked for by `pipe_split()` or by name become `pipe_split` nodes.
+inside. Splits asked for by `pipe_split()` or by name become `pipe_split` nodes.
 
 A split inside a leaf cannot be honoured in this run; the trace then says in
 `writer.wanted` which modules would have to be opened, and the caller traces again.
@@ -29,14 +29,13 @@ from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.nested import walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
-from fxpipe.graph.record.leaf_calls import LeafCalls
 from fxpipe.graph.record.leaf_runs import LeafRuns
 from fxpipe.graph.record.names import Running
 from fxpipe.graph.record.operations import Operations
 from fxpipe.graph.record.state_writes import Carried, StateWatch
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import is_metadata
-from fxpipe.graph.record.whole_calls import WholeCalls
+from fxpipe.graph.record.whole_calls import LeafCalls, WholeCalls
 from fxpipe.graph.record.writer import Writer
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.sandbox.patches import Seer

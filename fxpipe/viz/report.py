@@ -12,24 +12,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Edge, Edges, Kind, Program, StageCosts, Timeline, ValueKind
 from fxpipe.text import count_text, flops_text
 from fxpipe.viz.graph import pipe_svg
-from fxpipe.viz.numbers import Unit
 from fxpipe.viz.palette import DARK, LIGHT, LOOKS, Theme, shades, tone
-from fxpipe.viz.pipe_picture.outline import Outline, make_outline
-from fxpipe.viz.timeline_picture.spans import find_dependencies, pack_lanes
+from fxpipe.viz.pipe_picture.outline import Figures, Outline, make_outline
+from fxpipe.viz.timeline_picture.spans import Words, find_dependencies, number_lanes
 
-__all__ = ["Candidate", "comparison_table", "report_html", "stage_table", "write_report"]
+__all__ = ["Candidate", "report_html", "write_report"]
 
 _SCRIPTS = ("format.js", "model.js", "shapes.js", "chart.js", "app.js")
 _LEGEND = {
@@ -105,7 +104,8 @@ def report_html(
     if edges is None and pipe is not None:
         between = [Edge(edge.source, edge.target, edge.has_gradient) for edge in pipe.edges]
         edges = Edges.of(pipe.num_stages, between)
-    time, memory = Unit(time_unit), Unit(memory_unit)
+    words = Words(title, time_unit, memory_unit)
+    outline = None if pipe is None else make_outline(pipe, "stages", flops=flops, sizes=sizes)
     data = {
         "kinds": [_kind_data(kind) for kind in Kind],
         "schedules": [_schedule_data(candidate, edges) for candidate in found],
@@ -113,16 +113,15 @@ def report_html(
         "time_unit": time_unit,
         "memory_unit": memory_unit,
     }
-    times = _times(pipe, costs)
     parts = {
         "title": escape(title),
         "colours": f":root {{ {_variables(LIGHT)} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}",
         "style": _page_file("style.css"),
         "notes": "".join(f'<p class="notes">{escape(note)}</p>' for note in notes),
-        "comparison": comparison_table(found, time, memory),
-        "stages": stage_table(pipe, costs, flops, sizes, found[chosen].program, time, memory),
-        "graph": _graph(pipe, flops, times, sizes),
+        "comparison": _comparison(found, words),
+        "stages": _stages(outline, costs, found[chosen].program, words),
+        "graph": "" if pipe is None else _graph(pipe, costs, flops=flops, sizes=sizes),
         # The data stands inside a script element: a "<" could end it.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": "".join(_page_file(name) for name in _SCRIPTS),
@@ -139,28 +138,13 @@ def _page_file(name: str) -> str:
     return (resources.files("fxpipe.viz") / "page" / name).read_text(encoding="utf-8")
 
 
-def _times(pipe: Pipe | None, costs: StageCosts | None) -> list[float] | None:
-    if pipe is None or costs is None:
-        return None
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return [sum(costs.compute(kind, stage) for kind in kinds) for stage in range(pipe.num_stages)]
-
-
-def _graph(
-    pipe: Pipe | None,
-    flops: Sequence[float] | None,
-    times: Sequence[float] | None,
-    sizes: Mapping[str, int] | None,
-) -> str:
-    if pipe is None:
-        return ""
-    svg = pipe_svg(pipe, flops=flops, times=times, sizes=sizes)
-    svg = svg.replace(' style="max-width:100%;height:auto"', "", 1)
-    return (
-        '<section aria-labelledby="graph-title"><h2 id="graph-title">Stage graph</h2>'
-        f'<div class="scroll graph" tabindex="0" role="region" aria-label="Stage graph">{svg}'
-        "</div></section>"
-    )
+def _graph(pipe: Pipe, costs: StageCosts | None, **figures: Unpack[Figures]) -> str:
+    if costs is not None:
+        kinds = (Kind.FORWARD, Kind.BACKWARD)
+        stages = range(pipe.num_stages)
+        figures["times"] = [sum(costs.compute(kind, stage) for kind in kinds) for stage in stages]
+    svg = pipe_svg(pipe, **figures).replace(' style="max-width:100%;height:auto"', "", 1)
+    return _section("graph", "Stage graph", "", "Stage graph", svg, look=" graph")
 
 
 def _kind_data(kind: Kind) -> dict[str, Any]:
@@ -206,7 +190,7 @@ def _schedule_data(candidate: Candidate, edges: Edges | None) -> dict[str, Any]:
         "peer": [_or_none(span.action.peer) for span in spans],
         "start": [_short(span.start) for span in spans],
         "end": [_short(span.end) for span in spans],
-        "lane": _lanes(timeline),
+        "lane": number_lanes(spans, lambda span: None if span.is_compute else span.rank),
         "parts": {
             index: [(int(p.kind), p.stage, _or_none(p.microbatch)) for p in span.action.parts]
             for index, span in enumerate(spans)
@@ -218,18 +202,6 @@ def _schedule_data(candidate: Candidate, edges: Edges | None) -> dict[str, Any]:
     }
 
 
-def _lanes(timeline: Timeline) -> list[int]:
-    """For each span -1 if it is compute, else its lane among what runs beside compute."""
-    lanes = [-1] * len(timeline.spans)
-    index_of = {span: index for index, span in enumerate(timeline.spans)}
-    for rank in range(timeline.num_ranks):
-        beside = [span for span in timeline.of_rank(rank) if not span.is_compute]
-        for lane, spans in enumerate(pack_lanes(beside)):
-            for span in spans:
-                lanes[index_of[span]] = lane
-    return lanes
-
-
 def _or_none(number: int | None) -> int:
     return -1 if number is None else number
 
@@ -239,129 +211,105 @@ def _short(number: float) -> float:
     return float(f"{number:.7g}")
 
 
-def comparison_table(
-    candidates: Sequence[tuple[str, Program, Timeline]], time: Unit, memory: Unit
-) -> str:
-    """One row per candidate, to sort and to choose from."""
-    heads = ["Schedule", "Microbatches", "Stages", "Makespan", "Per microbatch", "Idle"]
-    heads += ["Idle once started", "Peak memory"]
-    slowest = max(timeline.makespan for _, _, timeline in candidates) or 1.0
-    rows = [
-        _comparison_row(index, *candidate, time, memory, slowest)
-        for index, candidate in enumerate(candidates)
-    ]
-    head = "".join(
-        f'<th scope="col"{_CLASS if name == "Schedule" else ""}>'
-        f'<button type="button">{name}</button></th>'
-        for name in heads
-    )
+# Tables
+
+
+def _section(name: str, title: str, hint: str, label: str, content: str, look: str = "") -> str:
     return (
-        '<section aria-labelledby="comparison-title"><h2 id="comparison-title">Schedules</h2>'
+        f'<section aria-labelledby="{name}-title"><h2 id="{name}-title">{title}</h2>{hint}'
+        f'<div class="scroll{look}" tabindex="0" role="region" aria-label="{label}">{content}'
+        "</div></section>\n"
+    )
+
+
+def _comparison(candidates: Sequence[Candidate], words: Words) -> str:
+    """One row per candidate, to sort and to choose from."""
+    slowest = max(one.timeline.makespan for one in candidates) or 1.0
+    rows, heads = [], ['<th scope="col" class="name"><button type="button">Schedule</button></th>']
+    for index, candidate in enumerate(candidates):
+        cells = _comparison_cells(candidate, words, slowest)
+        name = escape(candidate.name)
+        rows.append(
+            f'<tr data-schedule="{index}"><th scope="row" class="name" data-value="{name}">'
+            f'<button type="button">{name}</button></th>'
+            + "".join(f'<td data-value="{n:.9g}">{text}</td>' for n, text in cells.values())
+            + "</tr>"
+        )
+    heads += (f'<th scope="col"><button type="button">{head}</button></th>' for head in cells)
+    hint = (
         '<p class="hint">Idle is the share of all ranks’ time without compute; once started, of '
         "the worst rank’s time from its first to its last action. A full bar is the makespan of "
         "the slowest schedule, or all of the time idle. Choose a schedule to see it.</p>"
         '<label class="check" id="all-label" hidden><input type="checkbox" id="all"> '
         "All numbers of microbatches</label>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Comparison of schedules">'
-        f'<table class="sortable"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></section>\n"
     )
+    table = (
+        f'<table class="sortable"><thead><tr>{"".join(heads)}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+    return _section("comparison", "Schedules", hint, "Comparison of schedules", table)
 
 
-_CLASS = ' class="name"'
-
-
-def _comparison_row(
-    index: int,
-    name: str,
-    program: Program,
-    timeline: Timeline,
-    time: Unit,
-    memory: Unit,
-    slowest: float,
-) -> str:
-    per_microbatch = timeline.makespan / program.num_microbatches
+def _comparison_cells(
+    candidate: Candidate, words: Words, slowest: float
+) -> dict[str, tuple[float, str]]:
+    """By heading the number to sort by, and what the cell says."""
+    _, program, timeline = candidate
+    makespan = timeline.makespan
+    each = makespan / program.num_microbatches
     peak = max(timeline.peak_memory, default=0.0)
-    cells = [
-        _cell(program.num_microbatches, str(program.num_microbatches)),
-        _cell(program.num_stages, str(program.num_stages)),
-        _cell(timeline.makespan, time.text(timeline.makespan) + _bar(timeline.makespan / slowest)),
-        _cell(per_microbatch, time.text(per_microbatch)),
-        _cell(timeline.idle, f"{timeline.idle:.1%}{_bar(timeline.idle)}"),
-        _cell(timeline.idle_in_span, f"{timeline.idle_in_span:.1%}"),
-        _cell(peak, memory.text(peak) if any(timeline.memory) else "not measured"),
-    ]
-    button = f'<button type="button">{escape(name)}</button>'
-    return (
-        f'<tr data-schedule="{index}"><th scope="row" class="name" '
-        f'data-value="{escape(name)}">{button}</th>{"".join(cells)}</tr>'
-    )
-
-
-def _cell(value: float, text: str) -> str:
-    return f'<td data-value="{value:.9g}">{text}</td>'
+    return {
+        "Microbatches": (program.num_microbatches, str(program.num_microbatches)),
+        "Stages": (program.num_stages, str(program.num_stages)),
+        "Makespan": (makespan, words.time(makespan) + _bar(makespan / slowest)),
+        "Per microbatch": (each, words.time(each)),
+        "Idle": (timeline.idle, f"{timeline.idle:.1%}{_bar(timeline.idle)}"),
+        "Idle once started": (timeline.idle_in_span, f"{timeline.idle_in_span:.1%}"),
+        "Peak memory": (peak, words.memory(peak) if any(timeline.memory) else "not measured"),
+    }
 
 
 def _bar(share: float) -> str:
     return f'<span class="cell-bar"><i style="width:{100 * share:.1f}%"></i></span>'
 
 
-def stage_table(
-    pipe: Pipe | None,
-    costs: StageCosts | None,
-    flops: Sequence[float] | None,
-    sizes: Mapping[str, int] | None,
-    program: Program,
-    time: Unit,
-    memory: Unit,
+def _stages(
+    outline: Outline | None, costs: StageCosts | None, program: Program, words: Words
 ) -> str:
     """One row per stage; what is not known has no column."""
-    if pipe is None and costs is None:
+    if outline is None and costs is None:
         return ""
-    outline = None
-    if pipe is not None:
-        outline = make_outline(pipe, "stages", flops=flops, sizes=sizes)
-    num_stages = program.num_stages if pipe is None else pipe.num_stages
-    columns = [*_model_columns(outline), *_cost_columns(costs, time, memory)]
+    columns = [*_model_columns(outline), *_cost_columns(costs, words)]
+    looks = [' class="words"' if name in ("Contents", "Sends") else "" for name, _ in columns]
     head = '<th scope="col" class="name">Stage</th><th scope="col">Rank</th>' + "".join(
-        f'<th scope="col"{" class=words" if is_words else ""}>{name}</th>'
-        for name, is_words, _ in columns
+        f'<th scope="col"{look}>{name}</th>' for look, (name, _) in zip(looks, columns, strict=True)
     )
+    ranks: Sequence[int] = program.placement.stage_to_rank
     rows = []
-    for stage in range(num_stages):
-        placed = program.placement.stage_to_rank
-        rank = placed[stage] if stage < len(placed) else ""
+    for stage in range(program.num_stages if outline is None else len(outline.stages)):
         cells = "".join(
-            f'<td class="words">{text(stage)}</td>' if is_words else f"<td>{text(stage)}</td>"
-            for _, is_words, text in columns
+            f"<td{look}>{text(stage)}</td>" for look, (_, text) in zip(looks, columns, strict=True)
         )
         rows.append(
-            f'<tr><th scope="row" class="name">{stage}</th>'
-            f'<td data-stage-rank="{stage}">{rank}</td>{cells}</tr>'
+            f'<tr><th scope="row" class="name">{stage}</th><td data-stage-rank="{stage}">'
+            f"{ranks[stage] if stage < len(ranks) else ''}</td>{cells}</tr>"
         )
-    return (
-        '<section aria-labelledby="stages-title"><h2 id="stages-title">Stages</h2>'
+    hint = (
         '<p class="hint">Times and bytes are those of one microbatch. A full bar is the heaviest '
         "stage.</p>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Table of stages"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>\n"
     )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return _section("stages", "Stages", hint, "Table of stages", table)
 
 
-_Column = tuple[str, bool, Callable[[int], str]]
+_Column = tuple[str, Callable[[int], str]]
 
 
-def _model_columns(outline: Outline | None) -> list[_Column]:
+def _model_columns(outline: Outline | None) -> Iterator[_Column]:
     if outline is None:
-        return []
+        return
     stages = outline.stages
-
-    def contents(stage: int) -> str:
-        return escape(", ".join(part.title for part in stages[stage].parts))
-
-    def share(stage: int) -> str:
-        heaviest = max(other.share for other in stages) or 1.0
-        return f"{stages[stage].share:.1%}{_bar(stages[stage].share / heaviest)}"
+    heaviest = max(stage.share for stage in stages) or 1.0
 
     def sends(stage: int) -> str:
         crossings = [
@@ -376,29 +324,22 @@ def _model_columns(outline: Outline | None) -> list[_Column]:
         ]
         return "<br>".join(map(escape, crossings + shared))
 
-    columns: list[_Column] = [
-        ("Contents", True, contents),
-        ("Parameters", False, lambda stage: count_text(stages[stage].parameters)),
-        (f"Share of {outline.load}", False, share),
-        ("Sends", True, sends),
-    ]
+    yield "Contents", lambda stage: escape(", ".join(part.title for part in stages[stage].parts))
+    yield "Parameters", lambda stage: count_text(stages[stage].parameters)
     if stages[0].flops is not None:
-        columns.insert(2, ("FLOPs", False, lambda stage: flops_text(stages[stage].flops or 0.0)))
-    return columns
+        yield "FLOPs", lambda stage: flops_text(stages[stage].flops or 0.0)
+    yield (
+        f"Share of {outline.load}",
+        lambda stage: f"{stages[stage].share:.1%}{_bar(stages[stage].share / heaviest)}",
+    )
+    yield "Sends", sends
 
 
-def _cost_columns(costs: StageCosts | None, time: Unit, memory: Unit) -> list[_Column]:
-    if costs is None:
-        return []
-
-    def took(kind: Kind) -> Callable[[int], str]:
-        return lambda stage: time.text(costs.compute(kind, stage))
-
-    def held(stage: int) -> str:
-        return memory.text(costs.value_bytes(ValueKind.RESIDUAL, stage, stage))
-
-    return [
-        ("Forward", False, took(Kind.FORWARD)),
-        ("Backward", False, took(Kind.BACKWARD)),
-        ("Activations", False, held),
-    ]
+def _cost_columns(costs: StageCosts | None, words: Words) -> Iterator[_Column]:
+    if costs is not None:
+        yield "Forward", lambda stage: words.time(costs.compute(Kind.FORWARD, stage))
+        yield "Backward", lambda stage: words.time(costs.compute(Kind.BACKWARD, stage))
+        yield (
+            "Activations",
+            lambda stage: words.memory(costs.value_bytes(ValueKind.RESIDUAL, stage, stage)),
+        )

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Edges, Program, Span, StageCosts, Timeline, simulate
-from fxpipe.viz.numbers import Unit
 from fxpipe.viz.svg import PICTURES, write_scene, write_svg
-from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
+from fxpipe.viz.timeline_picture.gantt import lay_out_timeline
+from fxpipe.viz.timeline_picture.spans import Words
 from fxpipe.viz.timeline_picture.terminal import timeline_text
 from fxpipe.viz.timeline_picture.trace_events import write_trace_events
 
@@ -71,8 +71,8 @@ def draw_timeline(
             f"{timeline.num_ranks}; draw timelines of the same program"
         )
     if ending in PICTURES:
-        options = Options(title, Unit(time_unit), Unit(memory_unit))
-        write_scene(lay_out_timeline(timeline, options, measured=measured), path)
+        words = Words(title, time_unit, memory_unit)
+        write_scene(lay_out_timeline(timeline, words, measured=measured), path)
         return path
     if ending == ".json":
         text = write_trace_events(
@@ -104,8 +104,8 @@ def timeline_svg(
     timeline: Timeline, *, title: str = "", time_unit: str = "", memory_unit: str = ""
 ) -> str:
     """The picture as SVG text for a place inside a page, such as a notebook."""
-    options = Options(title=title, time=Unit(time_unit), memory=Unit(memory_unit))
-    return write_svg(lay_out_timeline(timeline, options), inline=True)
+    words = Words(title, time_unit, memory_unit)
+    return write_svg(lay_out_timeline(timeline, words), inline=True)
 
 
 def program_svg(program: Program) -> str | None:

@@ -1,165 +1,108 @@
-"""Draw single actions of a timeline: boxes for compute, arrows for transfers.
+"""What all pictures of timelines are made from: numbers with units, ticks, lanes, dependencies.
 
-Kinds differ in colour, letter and hatch; a pair of actions that run at the same
-time is a box in two halves. A hatch covers the foot of a box only, below its label.
+A program knows no units; whoever draws says in `Words` what a number of time or of memory means.
+
+Which action waited for which comes from the one table of dependencies. With transfers in the
+timeline a compute waits for a receive, a receive for its send and a send for a compute; without
+them a compute waits for the other rank's compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from fxpipe.program import Action, Edges, Kind, Span, Value, reads, writes
-from fxpipe.viz.numbers import Unit
-from fxpipe.viz.palette import LOOKS, ON_COLOUR, mix, shade
-from fxpipe.viz.scene import Area, Box, Item, Label, text_width
+from fxpipe.errors import FxpipeError
+from fxpipe.program import Edges, Span, Timeline, Value, reads, writes
+from fxpipe.text import bytes_text, number_text, seconds_text
 
-__all__ = [
-    "Frame",
-    "Labels",
-    "draw_box",
-    "draw_span",
-    "edges_or_chain",
-    "find_dependencies",
-    "label_of",
-    "label_size",
-    "pack_lanes",
-    "tip_of",
-]
+__all__ = ["SECONDS", "Words", "find_dependencies", "nice_ticks", "number_lanes", "runs_beside"]
 
-_FOOT = 0.27
-
-Labels = Literal["letters", "numbers", "none"]
-"""What all boxes of a picture say: the action and the microbatch, the microbatch, nothing."""
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+"""How many seconds one of a unit of time is."""
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """Where time runs in a picture, and how stages are shaded."""
+class Words:
+    """The title of a picture, and what one of time or of memory means.
 
-    left: float
-    plot: float
-    end: float
-    shades: Mapping[int, tuple[int, int]]
-    time: Unit
-    labels: Labels = "letters"
+    A unit is "s", "ms", "us", "bytes", any other word, or nothing.
+    """
 
-    @property
-    def right(self) -> float:
-        return self.left + self.plot
+    title: str = ""
+    time_unit: str = ""
+    memory_unit: str = ""
 
-    def x(self, time: float) -> float:
-        return self.left + time / self.end * self.plot
+    def __post_init__(self) -> None:
+        for unit in (self.time_unit, self.memory_unit):
+            if not isinstance(unit, str):
+                raise FxpipeError(f"a unit is a word such as 'ms' or 'bytes', got {unit!r}")
 
+    def time(self, value: float) -> str:
+        """A time with its unit, three or four digits."""
+        return _with_unit(value, self.time_unit)
 
-def draw_span(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
-    """The items of one action between two heights."""
-    left, right = frame.x(span.start), frame.x(span.end)
-    tip = tip_of(span, frame.time)
-    if span.action.parts:
-        half = (height - 1) / 2
-        for index, part in enumerate(span.action.parts):
-            top = y + index * (half + 1)
-            place = (left, top, right - left, half)
-            yield from draw_box(part, frame.shades, place, tip, frame.labels)
-    elif span.is_compute:
-        place = (left, y, right - left, height)
-        yield from draw_box(span.action, frame.shades, place, tip, frame.labels)
-    else:
-        yield from _draw_lane(span.action, (left, y, right - left, height), tip)
+    def memory(self, value: float) -> str:
+        """An amount of memory with its unit, three or four digits."""
+        return _with_unit(value, self.memory_unit)
+
+    def figures(self, timeline: Timeline) -> list[str]:
+        """What matters most: such as "makespan 12", "idle 25.0%", "peak memory 3"."""
+        figures = [f"makespan {self.time(timeline.makespan)}", f"idle {timeline.idle:.1%}"]
+        if any(timeline.peak_memory):
+            figures.append(f"peak memory {self.memory(max(timeline.peak_memory))}")
+        return figures
 
 
-def draw_box(
-    action: Action,
-    shades: Mapping[int, tuple[int, int]],
-    place: tuple[float, float, float, float],
-    tip: str = "",
-    labels: Labels = "letters",
-) -> Iterator[Item]:
-    """A box for a compute action at (x, y, width, height), with its label if that fits."""
-    x, y, width, height = place
-    if width <= 0:
-        return
-    if width > 3:
-        width -= 0.8  # lets neighbours be seen as two
-    look = LOOKS[action.kind]
-    yield Box(x, y, width, height, shade(action.kind, *shades.get(action.stage, (0, 1))), tip=tip)
-    foot = height * _FOOT
-    if look.hatch:
-        yield Box(x, y + height - foot, width, foot, "", hatch=look.hatch)
-    text, size = label_of(action, labels), label_size(height)
-    if text and size >= 7 and text_width(text, size) + 2 <= width:
-        base = y + (height - foot) / 2 + 0.36 * size
-        yield Label(x + width / 2, base, text, size, ON_COLOUR, "middle")
+def _with_unit(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return bytes_text(value)
+    if unit in SECONDS:
+        return seconds_text(value * SECONDS[unit])
+    return f"{number_text(value)} {unit}".rstrip()
 
 
-def label_of(action: Action, labels: Labels) -> str:
-    """Such as F3, or 3; nothing for an action of no microbatch."""
-    if action.microbatch is None or labels == "none":
-        return ""
-    return f"{LOOKS[action.kind].letter if labels == 'letters' else ''}{action.microbatch}"
+def nice_ticks(end: float, most: int) -> list[float]:
+    """At most about `most` round numbers from 0 to `end`."""
+    if not end > 0 or not math.isfinite(end):
+        return [0.0]
+    rough = end / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 5, 10, 20) if power * m >= rough * 0.999)
+    return [step * index for index in range(math.floor(end / step * 1.0001) + 1)]
 
 
-def label_size(height: float) -> float:
-    """The size of the text in a box of a row."""
-    return min(11.0, height * (1 - _FOOT) - 2, 5.0 + height / 5)
+def runs_beside(span: Span) -> bool:
+    """Whether something that is not compute is drawn; what takes no time is not."""
+    return not span.is_compute and span.end > span.start
 
 
-def _draw_lane(
-    action: Action, place: tuple[float, float, float, float], tip: str
-) -> Iterator[Item]:
-    """A transfer points where its value goes: forwards or back. The rest is a bar."""
-    x, y, width, height = place
-    look = LOOKS[action.kind]
-    width = max(width, 2.5)
-    if not action.kind.is_transfer:
-        yield Box(x, y, width, height, look.colour, hatch=look.hatch, tip=tip)
-        return
-    point = min(height / 2, width / 2)
-    middle, bottom, right = y + height / 2, y + height, x + width
-    fill = look.colour if action.kind.is_send else mix(look.colour, "#ffffff", 0.5)
-    points: tuple[tuple[float, float], ...]
-    if action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION):
-        points = ((x, y), (right - point, y), (right, middle), (right - point, bottom), (x, bottom))
-    else:
-        points = ((right, y), (x + point, y), (x, middle), (x + point, bottom), (right, bottom))
-    yield Area(points, fill, look.hatch, tip)
-
-
-def pack_lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over as few lanes as possible, none overlapping another."""
-    lanes: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
-        for lane in lanes:
-            if lane[-1].end <= span.start + 1e-12:
-                lane.append(span)
-                break
-        else:
-            lanes.append([span])
+def number_lanes(spans: Sequence[Span], group_of: Callable[[Span], Hashable]) -> list[int]:
+    """For each span a lane in which it overlaps no other of its group; -1 for the group None."""
+    lanes = [-1] * len(spans)
+    ends: dict[Hashable, list[float]] = {}
+    for index in sorted(range(len(spans)), key=lambda i: (spans[i].start, spans[i].end)):
+        group, start = group_of(spans[index]), spans[index].start
+        if group is not None:
+            taken = ends.setdefault(group, [])
+            lane = next((i for i, end in enumerate(taken) if end <= start + 1e-12), len(taken))
+            taken[lane : lane + 1] = [spans[index].end]
+            lanes[index] = lane
     return lanes
-
-
-def tip_of(span: Span, time: Unit) -> str:
-    """What a reader gets to see of an action when pointing at it."""
-    lines = []
-    for action in span.action.parts or (span.action,):
-        text = f"{action}: {LOOKS[action.kind].name}, stage {action.stage}"
-        if action.microbatch is not None:
-            text += f", microbatch {action.microbatch}"
-        if action.kind.is_transfer:
-            text += f", {'to' if action.kind.is_send else 'from'} stage {action.peer}"
-        lines.append(text)
-    took = time.text(span.end - span.start)
-    lines.append(f"rank {span.rank}, from {time.text(span.start)}, takes {took}")
-    return "\n".join(lines)
 
 
 def find_dependencies(
     spans: Sequence[Span], edges: Edges | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """For each span, the indices of the spans it reads from, in the order of its reads."""
-    edges = edges_or_chain(spans, edges)
+    """For each span, the indices of the spans it reads from, in the order of its reads.
+
+    Without `edges` the stages that occur are taken for a chain.
+    """
+    if edges is None:
+        parts = (part for span in spans for part in span.action.parts or (span.action,))
+        stages = (stage for part in parts for stage in (part.stage, part.peer or 0))
+        edges = Edges.chain(1 + max(stages, default=0))
     here: dict[tuple[int, Value], int] = {}
     made: dict[Value, int] = {}
     sent: dict[Value, int] = {}
@@ -178,16 +121,3 @@ def find_dependencies(
         # A residual that comes back from the host is written once more.
         here.update(((rank, value), index) for value in writes(action, edges))
     return tuple(found)
-
-
-def edges_or_chain(spans: Sequence[Span], edges: Edges | None) -> Edges:
-    """The edges given, or a chain of all the stages that occur."""
-    if edges is not None:
-        return edges
-    stages = (
-        stage
-        for span in spans
-        for part in span.action.parts or (span.action,)
-        for stage in (part.stage, part.peer or 0)
-    )
-    return Edges.chain(1 + max(stages, default=0))

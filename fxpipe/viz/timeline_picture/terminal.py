@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
-from fxpipe.viz.numbers import Unit, nice_ticks
 from fxpipe.viz.palette import LOOKS, ON_COLOUR, shade, shades
+from fxpipe.viz.timeline_picture.spans import Words, nice_ticks, runs_beside
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -57,7 +57,7 @@ def timeline_text(
 
     Without a width it is as wide as it takes to label every box.
     """
-    lines = _lines(timeline, width, title, Unit(time_unit), Unit(memory_unit))
+    lines = _lines(timeline, width, Words(title, time_unit, memory_unit))
     return "\n".join("".join(piece.text for piece in line).rstrip() for line in lines) + "\n"
 
 
@@ -73,9 +73,8 @@ class TimelineView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.text import Text
 
-        width = options.max_width
-        units = Unit(self.time_unit), Unit(self.memory_unit)
-        for line in _lines(self.timeline, width, self.title, *units):
+        words = Words(self.title, self.time_unit, self.memory_unit)
+        for line in _lines(self.timeline, options.max_width, words):
             text = Text(no_wrap=True)
             for piece in line:
                 style = f"{ON_COLOUR} on {piece.colour}" if piece.colour else ""
@@ -83,17 +82,15 @@ class TimelineView:
             yield text
 
 
-def _lines(
-    timeline: Timeline, width: int | None, title: str, time: Unit, memory: Unit
-) -> Iterator[list[_Piece]]:
+def _lines(timeline: Timeline, width: int | None, words: Words) -> Iterator[list[_Piece]]:
     names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     room = max(map(len, names))
     stages = shades(timeline.spans)
     many = max((count for _, count in stages.values()), default=1) > 1
-    columns, ends = _fit(timeline, width, room, many, _row_ends(timeline, memory))
-    if title:
-        yield [_Piece(title)]
-    yield [_Piece(_figures(timeline, time, memory), is_faint=True)]
+    columns, ends = _fit(timeline, width, room, many, _row_ends(timeline, words))
+    if words.title:
+        yield [_Piece(words.title)]
+    yield [_Piece(", ".join(words.figures(timeline)), is_faint=True)]
     for rank, name in enumerate(names):
         spans = timeline.of_rank(rank)
         start = _Piece(f"{name:>{room}} |")
@@ -102,7 +99,8 @@ def _lines(
         lane = _lane_row(spans, timeline.makespan, columns)
         if lane.strip():
             yield [_Piece(" " * (room + 2)), _Piece(lane, is_faint=True)]
-    yield [_Piece(" " * (room + 2) + _axis(timeline.makespan, columns, time), is_faint=True)]
+    axis = f"{_axis(timeline.makespan, columns)} {words.time_unit}".rstrip()
+    yield [_Piece(" " * (room + 2) + axis, is_faint=True)]
     yield [_Piece(_legend(timeline), is_faint=True)]
 
 
@@ -188,7 +186,7 @@ def _lane_row(spans: Sequence[Span], makespan: float, columns: int) -> str:
     """What runs beside compute: > activations, < gradients, # parameters, * several of them."""
     row = [" "] * columns
     for span in spans:
-        if span.is_compute or span.end <= span.start:
+        if not runs_beside(span):
             continue
         kind = span.action.kind
         sign = LOOKS[kind].letter if kind.is_transfer else "#"
@@ -203,7 +201,7 @@ def _column(time: float, makespan: float, columns: int) -> int:
     return round(time / makespan * columns) if makespan else 0
 
 
-def _axis(makespan: float, columns: int, time: Unit) -> str:
+def _axis(makespan: float, columns: int) -> str:
     axis = [" "] * (columns + 24)
     free = 0
     for tick in nice_ticks(makespan, max(1, columns // 10)):
@@ -212,22 +210,15 @@ def _axis(makespan: float, columns: int, time: Unit) -> str:
         if at >= free:
             axis[at : at + len(text)] = text
             free = at + len(text) + 1
-    return "".join(axis).rstrip() + (f" {time.name}" if time.name else "")
+    return "".join(axis).rstrip()
 
 
-def _row_ends(timeline: Timeline, memory: Unit) -> list[str]:
+def _row_ends(timeline: Timeline, words: Words) -> list[str]:
     ends = [f"{idle:4.0%} idle" for idle in timeline.idle_per_rank]
     if any(timeline.peak_memory):
-        peaks = [memory.text(peak) for peak in timeline.peak_memory]
+        peaks = [words.memory(peak) for peak in timeline.peak_memory]
         ends = [f"{end}  peak {peak}" for end, peak in zip(ends, peaks, strict=True)]
     return ends
-
-
-def _figures(timeline: Timeline, time: Unit, memory: Unit) -> str:
-    text = f"makespan {time.text(timeline.makespan)}, idle {timeline.idle:.1%}"
-    if any(timeline.peak_memory):
-        text += f", peak memory {memory.text(max(timeline.peak_memory))}"
-    return text
 
 
 def _legend(timeline: Timeline) -> str:
@@ -238,7 +229,7 @@ def _legend(timeline: Timeline) -> str:
         if span.is_compute
     }
     parts = [f"{LOOKS[k].letter}{_FILL[k]} {LOOKS[k].name}" for k in sorted(kinds)]
-    lanes = {s.action.kind for s in timeline.spans if not s.is_compute and s.end > s.start}
+    lanes = {span.action.kind for span in filter(runs_beside, timeline.spans)}
     if any(kind.is_transfer for kind in lanes):
         parts.append("> activation, < gradient in transfer")
     if any(not kind.is_transfer for kind in lanes):

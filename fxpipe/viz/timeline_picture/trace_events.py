@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fxpipe.program import Action, Edges, Kind, Span, Timeline
-from fxpipe.viz.numbers import Unit
 from fxpipe.viz.palette import LOOKS
-from fxpipe.viz.timeline_picture.spans import find_dependencies, pack_lanes
+from fxpipe.viz.timeline_picture.spans import SECONDS, find_dependencies, number_lanes
 
 __all__ = ["write_trace_events"]
 
@@ -35,12 +34,11 @@ def write_trace_events(
     measured: Timeline | None = None,
 ) -> str:
     """The timeline as JSON text; a measured one becomes processes of its own."""
-    seconds = Unit(time_unit).seconds or 1e-3
-    events = list(_events(timeline, seconds * 1e6, edges, first_process=0, suffix=""))
+    scale = SECONDS.get(time_unit, 1e-3) * 1e6
+    events = list(_events(timeline, scale, edges, first_process=0, suffix=""))
     if measured is not None:
-        first = timeline.num_ranks
-        suffix = " (measured)"
-        events += _events(measured, seconds * 1e6, edges, first_process=first, suffix=suffix)
+        first, suffix = timeline.num_ranks, " (measured)"
+        events += _events(measured, scale, edges, first_process=first, suffix=suffix)
     document = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -85,16 +83,9 @@ def _events(
 
 def _thread_of(timeline: Timeline) -> list[int]:
     """A thread for each span: events of one thread may not overlap, so lanes are threads."""
-    groups: dict[tuple[int, int], list[tuple[int, Span]]] = {}
-    for index, span in enumerate(timeline.spans):
-        groups.setdefault((span.rank, _group(span)), []).append((index, span))
-    threads = [0] * len(timeline.spans)
-    for (_, group), members in groups.items():
-        index_of = {id(span): index for index, span in members}
-        for lane, spans in enumerate(pack_lanes(span for _, span in members)):
-            for span in spans:
-                threads[index_of[id(span)]] = group * _LANES_PER_THREAD + lane
-    return threads
+    lanes = number_lanes(timeline.spans, lambda span: (span.rank, _group(span)))
+    groups = map(_group, timeline.spans)
+    return [group * _LANES_PER_THREAD + lane for group, lane in zip(groups, lanes, strict=True)]
 
 
 def _group(span: Span) -> int:

@@ -6,32 +6,27 @@ import pytest
 
 from fxpipe.program import Kind, Timeline
 from fxpipe.program.generators import SCHEDULES
-from fxpipe.viz.numbers import Unit
 from fxpipe.viz.palette import LOOKS, ON_COLOUR, shade
 from fxpipe.viz.scene import Area, Box, Label, Line, label_extent
-from fxpipe.viz.timeline_picture.gantt import Options, lay_out_timeline
-from fxpipe.viz.timeline_picture.spans import pack_lanes
+from fxpipe.viz.timeline_picture.gantt import lay_out_timeline
+from fxpipe.viz.timeline_picture.spans import Words
 from tests.viz.timelines import lowered_timeline, sharded_timeline, timeline_of
 
 
 def wordy_scene():
-    options = Options(
-        title="a very long title, " * 20,
-        time=Unit("widgets per fortnight"),
-        memory=Unit("heaps of memory"),
-    )
+    words = Words("a very long title, " * 20, "widgets per fortnight", "heaps of memory")
     timeline = timeline_of("Interleaved1F1B")
-    return lay_out_timeline(timeline, options, measured=timeline)
+    return lay_out_timeline(timeline, words, measured=timeline)
 
 
 SCENES = {
-    name: partial(lambda name: lay_out_timeline(timeline_of(name), Options(title=name)), name)
+    name: partial(lambda name: lay_out_timeline(timeline_of(name), Words(title=name)), name)
     for name in SCHEDULES
 }
 SCENES |= {
-    "lowered": lambda: lay_out_timeline(lowered_timeline("ZBVZeroBubble"), Options()),
-    "sharded": lambda: lay_out_timeline(sharded_timeline(), Options()),
-    "64 ranks": lambda: lay_out_timeline(timeline_of("1F1B", 64, 96), Options()),
+    "lowered": lambda: lay_out_timeline(lowered_timeline("ZBVZeroBubble"), Words()),
+    "sharded": lambda: lay_out_timeline(sharded_timeline(), Words()),
+    "64 ranks": lambda: lay_out_timeline(timeline_of("1F1B", 64, 96), Words()),
     "wordy": wordy_scene,
 }
 
@@ -80,7 +75,7 @@ def test_labels_stay_in_their_boxes(scene):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_action_is_a_box_of_its_length_with_letter_and_number(name):
     timeline = timeline_of(name)
-    scene = lay_out_timeline(timeline, Options())
+    scene = lay_out_timeline(timeline, Words())
     tips = [item for item in scene.items if isinstance(item, Box) and item.tip]
     per_time = (tips[-1].width + 0.8) / (timeline.spans[-1].end - timeline.spans[-1].start)
     parts = [part for span in timeline.spans for part in span.action.parts or (span.action,)]
@@ -93,7 +88,7 @@ def test_every_action_is_a_box_of_its_length_with_letter_and_number(name):
 
 
 def test_boxes_of_a_rank_do_not_overlap():
-    scene = lay_out_timeline(timeline_of("ZBVZeroBubble"), Options())
+    scene = lay_out_timeline(timeline_of("ZBVZeroBubble"), Words())
     rows = {}
     for item in scene.items:
         if isinstance(item, Box) and item.tip:
@@ -108,7 +103,7 @@ def test_boxes_of_a_rank_do_not_overlap():
 def test_transfers_are_arrows_below_their_rank():
     timeline = lowered_timeline("1F1B")
 
-    scene = lay_out_timeline(timeline, Options())
+    scene = lay_out_timeline(timeline, Words())
 
     arrows = [item for item in scene.items if isinstance(item, Area) and item.tip]
     assert len(arrows) == sum(span.action.kind.is_transfer for span in timeline.spans)
@@ -116,7 +111,7 @@ def test_transfers_are_arrows_below_their_rank():
 
 
 def test_activations_and_gradients_point_different_ways():
-    scene = lay_out_timeline(lowered_timeline("1F1B"), Options())
+    scene = lay_out_timeline(lowered_timeline("1F1B"), Words())
     arrows = [item for item in scene.items if isinstance(item, Area) and item.tip]
 
     for arrow in arrows:
@@ -125,22 +120,10 @@ def test_activations_and_gradients_point_different_ways():
         assert tip_x == (max if is_activation else min)(x for x, _ in arrow.points)
 
 
-def test_lanes_hold_what_does_not_overlap():
-    timeline = lowered_timeline("ZBVZeroBubble")
-    spans = [span for span in timeline.of_rank(1) if span.action.kind.is_transfer]
-
-    lanes = pack_lanes(spans)
-
-    assert sorted(span for lane in lanes for span in lane) == sorted(spans)
-    assert len(lanes) > 1
-    for lane in lanes:
-        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(lane))
-
-
 def test_measured_rows_stand_below_the_simulated_ones():
     simulated, measured = timeline_of("1F1B"), timeline_of("GPipe")
 
-    scene = lay_out_timeline(simulated, Options(), measured=measured)
+    scene = lay_out_timeline(simulated, Words(), measured=measured)
 
     names = [
         item.text
@@ -154,7 +137,7 @@ def test_measured_rows_stand_below_the_simulated_ones():
 
 def test_memory_curves_share_a_scale():
     timeline = timeline_of("1F1B")
-    scene = lay_out_timeline(timeline, Options())
+    scene = lay_out_timeline(timeline, Words())
 
     curves = [item for item in scene.items if isinstance(item, Area) and not item.tip]
     heights = [max(y for _, y in c.points) - min(y for _, y in c.points) for c in curves]
@@ -170,7 +153,7 @@ def test_memory_curves_share_a_scale():
 
 
 def test_timeline_without_spans_is_a_picture():
-    scene = lay_out_timeline(Timeline(2, (), ((), ()), ()), Options())
+    scene = lay_out_timeline(Timeline(2, (), ((), ()), ()), Words())
 
     assert scene.width > 0
 
@@ -180,7 +163,7 @@ def test_timeline_without_spans_is_a_picture():
 )
 def test_all_boxes_have_labels_or_none_has(ranks, microbatches, labelled):
     # In a picture of 16 ranks backwards had labels and the narrower forwards had none.
-    scene = lay_out_timeline(timeline_of("1F1B", ranks, microbatches), Options())
+    scene = lay_out_timeline(timeline_of("1F1B", ranks, microbatches), Words())
 
     labels = [i for i in scene.items if isinstance(i, Label) and i.anchor == "middle"]
     assert len([i for i in labels if i.fill == ON_COLOUR]) == labelled
@@ -197,5 +180,5 @@ def test_memory_that_was_not_measured_is_not_drawn():
 
 
 def texts(timeline):
-    scene = lay_out_timeline(timeline, Options())
+    scene = lay_out_timeline(timeline, Words())
     return [item.text for item in scene.items if isinstance(item, Label)]

@@ -16,64 +16,70 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.logs import configure_from_environment
 
-if TYPE_CHECKING:
-    from fxpipe.errors import (
-        FxpipeError,
-        InputError,
-        PipeliningShapeError,
-        PlanError,
-        RemoteStageError,
-        ScheduleError,
-        SplitError,
-        TraceError,
-    )
-    from fxpipe.graph.aux_losses import aux_loss, collect_aux_losses
-    from fxpipe.graph.markers import SplitPoint, pipe_split
-    from fxpipe.graph.pipe import Pipe, PipeInfo, pipeline
+if TYPE_CHECKING:  # `as` tells type checkers that the names are public
+    from fxpipe.errors import FxpipeError as FxpipeError
+    from fxpipe.errors import InputError as InputError
+    from fxpipe.errors import PipeliningShapeError as PipeliningShapeError
+    from fxpipe.errors import PlanError as PlanError
+    from fxpipe.errors import RemoteStageError as RemoteStageError
+    from fxpipe.errors import ScheduleError as ScheduleError
+    from fxpipe.errors import SplitError as SplitError
+    from fxpipe.errors import TraceError as TraceError
+    from fxpipe.graph.aux_losses import aux_loss as aux_loss
+    from fxpipe.graph.aux_losses import collect_aux_losses as collect_aux_losses
+    from fxpipe.graph.markers import SplitPoint as SplitPoint
+    from fxpipe.graph.markers import pipe_split as pipe_split
+    from fxpipe.graph.pipe import Pipe as Pipe
+    from fxpipe.graph.pipe import PipeInfo as PipeInfo
+    from fxpipe.graph.pipe import pipeline as pipeline
+    from fxpipe.liveness import PipelineActivationLiveness as PipelineActivationLiveness
     from fxpipe.liveness import (
-        PipelineActivationLiveness,
-        analyze_pipeline_activation_liveness,
+        analyze_pipeline_activation_liveness as analyze_pipeline_activation_liveness,
     )
-    from fxpipe.microbatch import (
-        Microbatches,
-        Replicate,
-        TensorChunkSpec,
-        merge_chunks,
-        split_args_kwargs_into_chunks,
-    )
-    from fxpipe.planner.cost.hardware import Hardware
-    from fxpipe.planner.cost.measured import Profile
-    from fxpipe.planner.order.improve import improve
-    from fxpipe.planner.partition.partition import partition
-    from fxpipe.planner.plan import Plan, plan
-    from fxpipe.planner.search.auto_split import auto_split
-    from fxpipe.planner.search.profile import profile
-    from fxpipe.runtime.wire.local_group import LocalGroup
-    from fxpipe.schedules import (
-        PipelineScheduleMulti,
-        PipelineScheduleSingle,
-        Schedule1F1B,
-        ScheduleDualPipeV,
-        ScheduleDualPipeVDown,
-        ScheduleFromProgram,
-        ScheduleGPipe,
-        ScheduleInterleaved1F1B,
-        ScheduleInterleavedZeroBubble,
-        ScheduleLoopedBFS,
-        ScheduleVHalf,
-        ScheduleVMin,
-        ScheduleWave,
-        ScheduleZBH1,
-        ScheduleZBH2,
-        ScheduleZBVZeroBubble,
-        get_schedule_class,
-    )
-    from fxpipe.stage import PipelineStage, PipelineStageInfo, build_stage
-    from fxpipe.training.checkpoint import load_checkpoint, save_checkpoint
-    from fxpipe.training.generate import generate
-    from fxpipe.training.pipeline import Pipeline, ProgressBar, causal_lm_loss
-    from fxpipe.training.scaler import GradScaler
-    from fxpipe.training.weights import load_weights, materialize, save_weights
+    from fxpipe.microbatch import Microbatches as Microbatches
+    from fxpipe.microbatch import Replicate as Replicate
+    from fxpipe.microbatch import TensorChunkSpec as TensorChunkSpec
+    from fxpipe.microbatch import merge_chunks as merge_chunks
+    from fxpipe.microbatch import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from fxpipe.planner.cost.hardware import Hardware as Hardware
+    from fxpipe.planner.cost.measured import Profile as Profile
+    from fxpipe.planner.order.improve import improve as improve
+    from fxpipe.planner.partition.partition import partition as partition
+    from fxpipe.planner.plan import Plan as Plan
+    from fxpipe.planner.plan import plan as plan
+    from fxpipe.planner.search.auto_split import auto_split as auto_split
+    from fxpipe.planner.search.profile import profile as profile
+    from fxpipe.runtime.wire.local_group import LocalGroup as LocalGroup
+    from fxpipe.schedules import PipelineScheduleMulti as PipelineScheduleMulti
+    from fxpipe.schedules import PipelineScheduleSingle as PipelineScheduleSingle
+    from fxpipe.schedules import Schedule1F1B as Schedule1F1B
+    from fxpipe.schedules import ScheduleDualPipeV as ScheduleDualPipeV
+    from fxpipe.schedules import ScheduleDualPipeVDown as ScheduleDualPipeVDown
+    from fxpipe.schedules import ScheduleFromProgram as ScheduleFromProgram
+    from fxpipe.schedules import ScheduleGPipe as ScheduleGPipe
+    from fxpipe.schedules import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from fxpipe.schedules import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from fxpipe.schedules import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from fxpipe.schedules import ScheduleVHalf as ScheduleVHalf
+    from fxpipe.schedules import ScheduleVMin as ScheduleVMin
+    from fxpipe.schedules import ScheduleWave as ScheduleWave
+    from fxpipe.schedules import ScheduleZBH1 as ScheduleZBH1
+    from fxpipe.schedules import ScheduleZBH2 as ScheduleZBH2
+    from fxpipe.schedules import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from fxpipe.schedules import get_schedule_class as get_schedule_class
+    from fxpipe.stage import PipelineStage as PipelineStage
+    from fxpipe.stage import PipelineStageInfo as PipelineStageInfo
+    from fxpipe.stage import build_stage as build_stage
+    from fxpipe.training.checkpoint import load_checkpoint as load_checkpoint
+    from fxpipe.training.checkpoint import save_checkpoint as save_checkpoint
+    from fxpipe.training.generate import generate as generate
+    from fxpipe.training.pipeline import Pipeline as Pipeline
+    from fxpipe.training.pipeline import ProgressBar as ProgressBar
+    from fxpipe.training.pipeline import causal_lm_loss as causal_lm_loss
+    from fxpipe.training.scaler import GradScaler as GradScaler
+    from fxpipe.training.weights import load_weights as load_weights
+    from fxpipe.training.weights import materialize as materialize
+    from fxpipe.training.weights import save_weights as save_weights
 
 __version__ = "0.1.0"
 
@@ -128,67 +134,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME_OF})
 
 
-__all__ = [
-    "FxpipeError",
-    "GradScaler",
-    "Hardware",
-    "InputError",
-    "LocalGroup",
-    "Microbatches",
-    "Pipe",
-    "PipeInfo",
-    "Pipeline",
-    "PipelineActivationLiveness",
-    "PipelineScheduleMulti",
-    "PipelineScheduleSingle",
-    "PipelineStage",
-    "PipelineStageInfo",
-    "PipeliningShapeError",
-    "Plan",
-    "PlanError",
-    "Profile",
-    "ProgressBar",
-    "RemoteStageError",
-    "Replicate",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleDualPipeVDown",
-    "ScheduleError",
-    "ScheduleFromProgram",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleVHalf",
-    "ScheduleVMin",
-    "ScheduleWave",
-    "ScheduleZBH1",
-    "ScheduleZBH2",
-    "ScheduleZBVZeroBubble",
-    "SplitError",
-    "SplitPoint",
-    "TensorChunkSpec",
-    "TraceError",
-    "__version__",
-    "analyze_pipeline_activation_liveness",
-    "auto_split",
-    "aux_loss",
-    "build_stage",
-    "causal_lm_loss",
-    "collect_aux_losses",
-    "generate",
-    "get_schedule_class",
-    "improve",
-    "load_checkpoint",
-    "load_weights",
-    "materialize",
-    "merge_chunks",
-    "partition",
-    "pipe_split",
-    "pipeline",
-    "plan",
-    "profile",
-    "save_checkpoint",
-    "save_weights",
-    "split_args_kwargs_into_chunks",
-]
+__all__ = ["__version__", *_HOME_OF]

@@ -71,13 +71,12 @@ def doctor(
 
 def _check_rank() -> None:
     """Train one step on two processes, beside the plain model."""
-    from fxpipe.cli.named.models import ModelRequest
-    from fxpipe.cli.trainer import Trainer, TrainSettings
+    from fxpipe.cli.train import TrainOptions
+    from fxpipe.cli.trainer import Trainer
 
-    settings = TrainSettings(
-        ModelRequest("gpt"), "1F1B", 2, 2, 4, batch=8, steps=1, device="cpu", compare=True
+    trainer = Trainer(
+        TrainOptions("gpt", stages=2, microbatches=4, batch=8, steps=1, device="cpu", compare=True)
     )
-    trainer = Trainer(settings)
     (report,) = trainer.run(lambda report: None)
     trainer.close()
     if not (report.gradient_difference or 0.0) <= 1e-6:

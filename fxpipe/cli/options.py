@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -33,7 +33,7 @@ __all__ = [
     "complete_schedule",
     "numbers",
     "split_names",
-    "takes_model",
+    "with_options",
 ]
 
 
@@ -108,11 +108,11 @@ class RunnableModel:
     inputs: InputsName = None
     dtype: Dtype = "float32"
 
-    def request(self, **more: Any) -> ModelRequest:
-        """What is asked for; `more` are other fields of a `ModelRequest`."""
+    def request(self) -> ModelRequest:
+        """What is asked for."""
         from fxpipe.cli.named.models import ModelRequest
 
-        return ModelRequest(self.model, self.seq, self.inputs, dtype=self.dtype, **more)
+        return ModelRequest(self.model, self.seq, self.inputs, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -138,25 +138,21 @@ class ModelOptions(RunnableModel):
             )
 
 
-def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command for typer: the fields of its first argument's class become options of it."""
     hints = get_type_hints(command, include_extras=True)
     first, *others = inspect.signature(command).parameters.values()
     made = hints[first.name]
-    own = get_type_hints(made, include_extras=True)
-
-    def parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-        found = inspect.Parameter.empty if default is MISSING else default
-        return inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=found, annotation=kind
-        )
+    own = inspect.signature(made).parameters
+    hints |= get_type_hints(made, include_extras=True)
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+        for parameter in (*own.values(), *others)
+    ]
 
     def run(**given: Any) -> None:
-        model = made(**{field.name: given.pop(field.name) for field in fields(made)})
-        command(model, **given)
+        command(made(**{name: given.pop(name) for name in own}), **given)
 
-    parameters = [parameter(f.name, own[f.name], f.default) for f in fields(made)]
-    parameters += [parameter(p.name, hints[p.name], p.default) for p in others]
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

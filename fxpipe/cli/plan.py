@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -19,6 +19,7 @@ from fxpipe.cli.options import (
     Seq,
     complete_schedule,
     numbers,
+    with_options,
 )
 from fxpipe.cli.output import bar, err, examples, print_json, writable
 from fxpipe.errors import InputError
@@ -57,189 +58,158 @@ _CHECKPOINTING = "What may be chosen: none, selective, alternate, 1/2, full, ...
 _KERNELS = "eager, compiled, asynchronous (compiled, tensor groups too), fused or overlapped."
 _HARDWARE = "A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file."
 
-_Hardware = Annotated[
-    str, typer.Option("--hardware", "-w", help=_HARDWARE, autocompletion=complete_hardware)
-]
-_Ranks = Annotated[
-    int, typer.Option("--ranks", "--gpus", "-p", min=1, help="Number of ranks (devices).")
-]
-_BatchSize = Annotated[int | None, typer.Option("--batch-size", min=1, help=_BATCH)]
-_Tensor = Annotated[str, typer.Option("--tensor-parallel", help=_GROUP)]
-_Context = Annotated[str, typer.Option("--context-parallel", help=_GROUP)]
-_Expert = Annotated[str, typer.Option("--expert-parallel", help=_GROUP)]
-_Sharding = Annotated[
-    str, typer.Option("--sharding", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
-]
-_Kernels = Annotated[str, typer.Option("--kernels", help=_KERNELS)]
-_Float8 = Annotated[bool, typer.Option("--float8", help="Products of blocks in 8 bits.")]
-_Tokens = Annotated[str | None, typer.Option(help="Say what so many take, such as 15T.")]
-_Price = Annotated[float | None, typer.Option(min=0, help="Dollars per GPU and hour.")]
-_WhatIf = Annotated[
-    bool, typer.Option("--what-if", help="Plan again with other GPUs, network, memory, sequence.")
-]
-_WhatIfPicture = Annotated[
-    Path | None,
-    typer.Option("--what-if-picture", help="Draw that, .svg, .png, .pdf.", show_default=False),
-]
-_DtypeOrNone = Annotated[
-    str | None, typer.Option(help="Of the weights; float32, or bfloat16 for a known model.")
-]
-_Memory = Annotated[
-    str | None, typer.Option(help="What a rank may hold, such as 40GB; else the device's.")
-]
-_Schedules = Annotated[
-    list[str] | None,
-    typer.Option("--schedule", help=_SCHEDULE, autocompletion=complete_schedule),
-]
-_Sizes = Annotated[
-    str | None, typer.Option("--microbatch-size", help="Sizes that may be chosen, with commas.")
-]
-_Width = Annotated[int | None, typer.Option("--data-parallel", min=1, help="Number of replicas.")]
-_PerRank = Annotated[
-    str | None, typer.Option("--stages-per-rank", help="Numbers that may be chosen, with commas.")
-]
-_Checkpointing = Annotated[str, typer.Option("--checkpointing", help=_CHECKPOINTING)]
-_Offload = Annotated[
-    int, typer.Option("--offload", min=0, help="Actions after which host memory pays; 0: never.")
-]
-_Optimizer = Annotated[
-    str, typer.Option("--optimizer", help="none, sgd, momentum, adam, adamw or adamw-master.")
-]
-_Profile = Annotated[
-    bool, typer.Option("--profile", help="Measure the model's parts on this machine's CPU first.")
-]
-_Improve = Annotated[
-    bool, typer.Option("--improve", help="Search for a better order than the schedule's.")
-]
-_Top = Annotated[int, typer.Option("--top", min=1, help="How many options to list.")]
-_Save = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Write the plan, .json, to build from.")
-]
-_Report = Annotated[Path | None, typer.Option("--report", help="Write a report, .html.")]
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be planned; None and "auto" leave the choice to the planner."""
+
+    model: ModelName
+    ranks: int = typer.Option(
+        4, "--ranks", "--gpus", "-p", min=1, help="Number of ranks (devices)."
+    )
+    batch_size: int | None = typer.Option(None, min=1, help=_BATCH)
+    hardware: str = typer.Option(
+        "H100", "--hardware", "-w", help=_HARDWARE, autocompletion=complete_hardware
+    )
+    memory: str | None = typer.Option(
+        None, help="What a rank may hold, such as 40GB; else the device's."
+    )
+    schedules: list[str] | None = typer.Option(
+        None, "--schedule", help=_SCHEDULE, autocompletion=complete_schedule
+    )
+    microbatch_size: str | None = typer.Option(None, help="Sizes that may be chosen, with commas.")
+    data_parallel: int | None = typer.Option(None, min=1, help="Number of replicas.")
+    stages_per_rank: str | None = typer.Option(
+        None, help="Numbers that may be chosen, with commas."
+    )
+    checkpointing: str = typer.Option("none,selective,full", help=_CHECKPOINTING)
+    offload: int = typer.Option(2, min=0, help="Actions after which host memory pays; 0: never.")
+    tensor_parallel: str = typer.Option("auto", help=_GROUP)
+    context_parallel: str = typer.Option("auto", help=_GROUP)
+    expert_parallel: str = typer.Option("auto", help=_GROUP)
+    sharding: str = typer.Option("auto", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
+    optimizer: str = typer.Option(
+        "adamw-master", help="none, sgd, momentum, adam, adamw or adamw-master."
+    )
+    kernels: str = typer.Option("eager", help=_KERNELS)
+    float8: bool = typer.Option(False, "--float8", help="Products of blocks in 8 bits.")
+    tokens: str | None = typer.Option(None, help="Say what so many take, such as 15T.")
+    price: float | None = typer.Option(None, min=0, help="Dollars per GPU and hour.")
+    what_if: bool = typer.Option(
+        False, "--what-if", help="Plan again with other GPUs, network, memory, sequence."
+    )
+    what_if_picture: Path | None = typer.Option(
+        None, help="Draw that, .svg, .png, .pdf.", show_default=False
+    )
+    profiled: bool = typer.Option(
+        False, "--profile", help="Measure the model's parts on this machine's CPU first."
+    )
+    improve: bool = typer.Option(
+        False, "--improve", help="Search for a better order than the schedule's."
+    )
+    top: int = typer.Option(10, min=1, help="How many options to list.")
+    seq: Seq = None
+    inputs: InputsName = None
+    dtype: str | None = typer.Option(
+        None, help="Of the weights; float32, or bfloat16 for a known model."
+    )
+    meta: Meta = None
+    save: Path | None = typer.Option(
+        None, "--out", "-o", help="Write the plan, .json, to build from."
+    )
+    report: Path | None = typer.Option(None, help="Write a report, .html.")
+    as_json: AsJson = False
 
 
-def plan(
-    model: ModelName,
-    ranks: _Ranks = 4,
-    batch_size: _BatchSize = None,
-    hardware: _Hardware = "H100",
-    memory: _Memory = None,
-    schedules: _Schedules = None,
-    microbatch_size: _Sizes = None,
-    data_parallel: _Width = None,
-    stages_per_rank: _PerRank = None,
-    checkpointing: _Checkpointing = "none,selective,full",
-    offload: _Offload = 2,
-    tensor_parallel: _Tensor = "auto",
-    context_parallel: _Context = "auto",
-    expert_parallel: _Expert = "auto",
-    sharding: _Sharding = "auto",
-    optimizer: _Optimizer = "adamw-master",
-    kernels: _Kernels = "eager",
-    float8: _Float8 = False,
-    tokens: _Tokens = None,
-    price: _Price = None,
-    what_if: _WhatIf = False,
-    what_if_picture: _WhatIfPicture = None,
-    profiled: _Profile = False,
-    improve: _Improve = False,
-    top: _Top = 10,
-    seq: Seq = None,
-    inputs: InputsName = None,
-    dtype: _DtypeOrNone = None,
-    meta: Meta = None,
-    save: _Save = None,
-    report: _Report = None,
-    as_json: AsJson = False,
-) -> None:
+@with_options
+def plan(asked: _Asked) -> None:
     """Plan a training run: the split, the schedule, the memory and the time of a step.
 
     Nothing is trained and no device is needed. Options are listed from the quickest on, with
     the reason why each lost.
     """
-    limit = None if memory is None else memory_bytes(memory)
-    sizes = None if microbatch_size is None else numbers("--microbatch-size", microbatch_size)
-    per_rank = None
-    if stages_per_rank is not None:
-        per_rank = numbers("--stages-per-rank", stages_per_rank)
-    wanted = None if tokens is None else token_count(tokens)
-    for path, ending in ((save, ".json"), (report, ".html")):
+    wanted = None if asked.tokens is None else token_count(asked.tokens)
+    for path, ending in ((asked.save, ".json"), (asked.report, ".html")):
         if path is not None and path.suffix.lower() != ending:
             raise InputError(f"a plan is written as {ending} here, but got {path}")
+    found = _planned(asked)
+    written = [] if asked.save is None else [found.save(asked.save)]
+    if asked.report is not None:
+        written.append(found.report(asked.report))
+    if asked.as_json:
+        print_json(_json(found, asked.model, asked.top, written))
+        return
+    from fxpipe.planner.plan import what_if
+    from fxpipe.planner.plan_report import draw_what_if
+    from fxpipe.planner.plan_text import cost_lines, plan_text, what_if_rows
+    from fxpipe.text import aligned
+
+    typer.echo(plan_text(found, others=asked.top))
+    if wanted is not None:
+        typer.echo("\n" + "\n".join(cost_lines(found, wanted, asked.price)))
+    if asked.what_if or asked.what_if_picture is not None:
+        rows = what_if(found)
+        typer.echo("\n" + "\n".join(aligned(what_if_rows(rows), left=(0, 4))))
+        if asked.what_if_picture is not None:
+            written.append(draw_what_if(rows, asked.what_if_picture))
+    for path in written:
+        typer.echo(f"wrote {path}")
+
+
+def _planned(asked: _Asked) -> Plan:
+    """The plan of what is asked for; files that will be written are tried first."""
+    memory = None if asked.memory is None else memory_bytes(asked.memory)
+    sizes = _several("--microbatch-size", asked.microbatch_size)
+    per_rank = _several("--stages-per-rank", asked.stages_per_rank)
     from fxpipe.cli.named.models import ModelRequest, resolve
     from fxpipe.planner.known_models import KNOWN
     from fxpipe.planner.plan import plan as make_plan
-    from fxpipe.planner.plan import what_if as ask
-    from fxpipe.planner.plan_report import draw_what_if
-    from fxpipe.planner.plan_text import cost_lines, plan_text, what_if_rows
     from fxpipe.planner.search.profile import profile
-    from fxpipe.text import aligned
 
-    is_known = model.lower() in KNOWN
-    kind = dtype or ("bfloat16" if is_known else "float32")
-    named = resolve(ModelRequest(model, seq=seq, inputs=inputs, dtype=kind))
+    is_known = asked.model.lower() in KNOWN
+    dtype = asked.dtype or ("bfloat16" if is_known else "float32")
+    named = resolve(ModelRequest(asked.model, seq=asked.seq, inputs=asked.inputs, dtype=dtype))
     args, kwargs = named.inputs(2)
-    on_meta = named.is_built_on_meta_by_default if meta is None else meta
+    on_meta = named.is_built_on_meta_by_default if asked.meta is None else asked.meta
     module = named.build(meta=on_meta)
-    if is_known and sizes is None:
-        sizes = [1, 2, 4]
+    batch_size = asked.batch_size
     if batch_size is None:
         batch_size = _usual_batch(module, args[0].shape[1]) if is_known else 32
-    asked = {
-        "tensor_parallel": tensor_parallel,
-        "context_parallel": context_parallel,
-        "expert_parallel": expert_parallel,
-        "sharding": sharding,
+    tried = _tried(module, asked.ranks, args) if on_meta else {}
+    chosen: dict[str, Any] = {
+        name: _choice(name, getattr(asked, name), tried.get(name)) for name in _GROUPS
     }
-    tried = _tried(module, ranks, args) if on_meta else {}
-    chosen: dict[str, Any] = {"checkpointing": [part.strip() for part in checkpointing.split(",")]}
-    chosen |= {name: _choice(name, text, tried.get(name)) for name, text in asked.items()}
-    for path in (save, report, what_if_picture):
+    chosen["checkpointing"] = [part.strip() for part in asked.checkpointing.split(",")]
+    for path in (asked.save, asked.report, asked.what_if_picture):
         if path is not None:
             writable(path)  # said before the plan is made, not after
     measured = None
-    if profiled:
+    if asked.profiled:
         with _bar("measuring") as tell:
             measured = profile(module, args, example_kwargs=kwargs, progress=tell)
     with _bar("planning") as tell:
-        found = make_plan(
+        return make_plan(
             module,
             args,
-            hardware,
-            ranks,
+            asked.hardware,
+            asked.ranks,
             batch_size,
-            limit,
+            memory,
             example_kwargs=kwargs,
-            schedules=schedules,
-            microbatch_sizes=sizes,
-            data_parallel=data_parallel,
+            schedules=asked.schedules,
+            microbatch_sizes=[1, 2, 4] if is_known and sizes is None else sizes,
+            data_parallel=asked.data_parallel,
             stages_per_rank=per_rank,
-            offload=offload,
-            optimizer=optimizer,
-            kernels=kernels,  # type: ignore[arg-type]
-            float8=float8,
-            expert_groups=KNOWN[model.lower()].expert_groups if is_known else None,
+            offload=asked.offload,
+            optimizer=asked.optimizer,
+            kernels=asked.kernels,  # type: ignore[arg-type]
+            float8=asked.float8,
+            expert_groups=KNOWN[asked.model.lower()].expert_groups if is_known else None,
             profile=measured,
-            improve=improve,
+            improve=asked.improve,
             progress=tell,
             **chosen,
         )
-    written = [] if save is None else [found.save(save)]
-    if report is not None:
-        written.append(found.report(report))
-    if as_json:
-        print_json(_json(found, model, top, written))
-        return
-    typer.echo(plan_text(found, others=top))
-    if wanted is not None:
-        typer.echo("\n" + "\n".join(cost_lines(found, wanted, price)))
-    if what_if or what_if_picture is not None:
-        rows = ask(found)
-        typer.echo("\n" + "\n".join(aligned(what_if_rows(rows), left=(0, 4))))
-        if what_if_picture is not None:
-            written.append(draw_what_if(rows, what_if_picture))
-    for path in written:
-        typer.echo(f"wrote {path}")
 
 
 def memory_bytes(text: str) -> float:
@@ -287,6 +257,13 @@ def _tried(module: nn.Module, ranks: int, args: Sequence[Any]) -> dict[str, tupl
     }
     fitting = {name: tuple(n for n in found if ranks % n == 0) for name, found in tries.items()}
     return {name: found or (1,) for name, found in fitting.items()} | {"sharding": (1, 3)}
+
+
+_GROUPS = ("tensor_parallel", "context_parallel", "expert_parallel", "sharding")
+
+
+def _several(option: str, text: str | None) -> list[int] | None:
+    return None if text is None else numbers(option, text)
 
 
 def _choice(name: str, text: str, auto: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from fxpipe.cli.options import (
     complete_schedule,
     numbers,
     split_names,
-    takes_model,
+    with_options,
 )
 from fxpipe.cli.output import examples, working, writable
 from fxpipe.errors import InputError, ScheduleError
@@ -43,7 +43,7 @@ class _MaybeModel(ModelOptions):
     ] = None  # type: ignore[assignment]
 
 
-@takes_model
+@with_options
 def report(
     model: _MaybeModel,
     path: Annotated[Path, typer.Option("--out", "-o", help="The file to write, .html.")] = Path(

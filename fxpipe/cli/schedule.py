@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fxpipe.program import Program
     from fxpipe.program.generators import ScheduleInfo
 
-__all__ = ["app", "size_text"]
+__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="List, show, check and convert schedules.")
 
@@ -72,7 +72,7 @@ def show(
         text_to_write(_written(shown, form or "json"), None)
         return
     known = SCHEDULES.get(program.name or "")
-    typer.echo(f"{typer.style(program.name or name, bold=True)}: {size_text(program)}")
+    typer.echo(f"{typer.style(program.name or name, bold=True)}: {_size_text(program)}")
     if known is not None:
         typer.echo(f"{known.description} {known.when_to_use}")
     typer.echo(_figures(program))
@@ -91,7 +91,7 @@ def check(
     Finds missing, doubled and misplaced work, messages in different order on two ranks, and
     ranks that wait for each other. Ends with exit code 1 if anything is wrong.
     """
-    from fxpipe.cli.named.programs import read_program
+    from fxpipe.cli.named.programs import read_program, sizes_of
     from fxpipe.program import find_faults
     from fxpipe.program.check.faults import report as report_faults
 
@@ -102,9 +102,7 @@ def check(
             {
                 "file": file,
                 "is_valid": not faults,
-                "num_ranks": program.num_ranks,
-                "num_stages": program.num_stages,
-                "num_microbatches": program.num_microbatches,
+                **sizes_of(program),
                 "has_transfers": program.is_lowered,
                 "faults": [
                     {
@@ -121,7 +119,7 @@ def check(
         raise typer.Exit(1 if faults else 0)
     if faults:
         raise InputError(f"{file}: {report_faults(program.name, faults)}")
-    typer.echo(f"{file} is valid: {size_text(program)}")
+    typer.echo(f"{file} is valid: {_size_text(program)}")
     typer.echo(_figures(program))
 
 
@@ -159,13 +157,11 @@ def convert(
         typer.echo(f"wrote {target}")
 
 
-def size_text(program: Program) -> str:
+def _size_text(program: Program) -> str:
     """Such as "4 ranks, 8 stages, 16 microbatches, 256 actions"."""
-    actions = sum(map(len, program.ranks))
-    return (
-        f"{program.num_ranks} ranks, {program.num_stages} stages, "
-        f"{program.num_microbatches} microbatches, {actions} actions"
-    )
+    from fxpipe.cli.named.programs import sizes_text
+
+    return f"{sizes_text(program)}, {sum(map(len, program.ranks))} actions"
 
 
 def _form_of(target: Path) -> Format:

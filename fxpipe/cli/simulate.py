@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,39 +22,27 @@ __all__ = ["simulate", "simulate_examples"]
 
 _NAMES = "Schedules such as 1F1B, or files (.csv, .json, .txt)."
 _FORWARD = "Time of a forward on one rank; or one time per stage, 1,1,1,2."
+_ALL = "All schedules that the sizes allow, quickest first."
 _PICTURE = "Draw the timeline: .svg, .png, .txt, or .json for Perfetto."
-
-_Names = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[SCHEDULE]...", help=_NAMES, autocompletion=complete_schedule),
-]
-_All = Annotated[
-    bool, typer.Option("--all", help="All schedules that the sizes allow, quickest first.")
-]
-_Forward = Annotated[str, typer.Option(help=_FORWARD)]
-_Input = Annotated[str, typer.Option("--input", help="Time of an input gradient, likewise.")]
-_Weight = Annotated[str, typer.Option("--weight", help="Time of a weight gradient, likewise.")]
-_Transfer = Annotated[float, typer.Option(min=0.0, help="Time of a transfer between two ranks.")]
-_Overlap = Annotated[
-    bool, typer.Option("--overlap/--no-overlap", help="Ranks compute while they transfer.")
-]
-_Memory = Annotated[float | None, typer.Option(min=0.0, help="With --all: the memory of a rank.")]
-_Picture = Annotated[Path | None, typer.Option("--out", "-o", help=_PICTURE)]
 
 
 def simulate(
-    names: _Names = None,
-    every: _All = False,
+    names: list[str] | None = typer.Argument(
+        None, metavar="[SCHEDULE]...", help=_NAMES, autocompletion=complete_schedule
+    ),
+    every: bool = typer.Option(False, "--all", help=_ALL),
     ranks: Ranks = None,
     stages: Stages = None,
     microbatches: Microbatches = None,
-    forward: _Forward = "1",
-    backward_input: _Input = "1",
-    backward_weight: _Weight = "1",
-    transfer: _Transfer = 0.0,
-    overlap: _Overlap = True,
-    memory: _Memory = None,
-    picture: _Picture = None,
+    forward: str = typer.Option("1", help=_FORWARD),
+    backward_input: str = typer.Option("1", "--input", help="Time of an input gradient, likewise."),
+    backward_weight: str = typer.Option(
+        "1", "--weight", help="Time of a weight gradient, likewise."
+    ),
+    transfer: float = typer.Option(0.0, min=0.0, help="Time of a transfer between two ranks."),
+    overlap: bool = typer.Option(True, help="Ranks compute while they transfer."),
+    memory: float | None = typer.Option(None, min=0.0, help="With --all: the memory of a rank."),
+    picture: Path | None = typer.Option(None, "--out", "-o", help=_PICTURE),
     as_json: AsJson = False,
 ) -> None:
     """Simulate a step: how long it takes, who waits, and how much memory it needs.
@@ -221,11 +209,11 @@ def _table(results: list[tuple[Program, Timeline]]) -> Any:
 
 
 def _json(program: Program, timeline: Timeline) -> dict[str, Any]:
+    from fxpipe.cli.named.programs import sizes_of
+
     return {
         "schedule": program.name,
-        "num_ranks": program.num_ranks,
-        "num_stages": program.num_stages,
-        "num_microbatches": program.num_microbatches,
+        **sizes_of(program),
         "makespan": timeline.makespan,
         "idle": timeline.idle,
         "idle_in_span": timeline.idle_in_span,

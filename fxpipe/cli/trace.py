@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fxpipe.cli.options import AsJson, ModelOptions, RunnableModel, split_names, takes_model
+from fxpipe.cli.options import AsJson, ModelOptions, RunnableModel, split_names, with_options
 from fxpipe.cli.output import (
     err,
     examples,
@@ -39,7 +39,7 @@ draw_examples = examples(
 )
 
 
-@takes_model
+@with_options
 def trace(
     model: ModelOptions,
     code: Annotated[bool, typer.Option("--code", help="Print the code of each stage.")] = False,
@@ -78,7 +78,7 @@ _Depth = Annotated[
 ]
 
 
-@takes_model
+@with_options
 def draw(model: ModelOptions, picture: _Picture = Path("pipe.svg"), depth: _Depth = None) -> None:
     """Draw a model's stages, the modules in them, and what travels between them."""
     from fxpipe.viz.graph import draw_pipe
@@ -97,7 +97,7 @@ check_examples = examples(
 )
 
 
-@takes_model
+@with_options
 def check(
     model: RunnableModel,
     quick: Annotated[

@@ -6,8 +6,7 @@ gradients are not the plain model's.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +20,7 @@ from fxpipe.cli.options import (
     RunnableModel,
     Seed,
     complete_schedule,
-    split_names,
-    takes_model,
+    with_options,
 )
 from fxpipe.cli.output import bar, err, examples, make_table, out, print_json, writable
 from fxpipe.errors import FxpipeError
@@ -32,9 +30,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
+    from fxpipe.cli.named.models import ModelRequest
     from fxpipe.cli.trainer import StepReport, Trainer
 
 __all__ = [
+    "TrainOptions",
     "check_difference",
     "counting",
     "counting_target",
@@ -54,58 +54,49 @@ train_examples = examples(
 )
 
 _SCHEDULE = "A schedule, or a program in a file (.csv, .json)."
+_NPROC = "Processes to start; torchrun says it itself."
+_LOCAL = "All ranks in this process, to look for errors."
 _DATA = (
     "Batches: file.py:name, an iterable of (inputs, target), or a function of the "
     "batch size that returns one; the same on every rank. Made-up data otherwise."
 )
-
-_Schedule = Annotated[str, typer.Option(help=_SCHEDULE, autocompletion=complete_schedule)]
-_Processes = Annotated[
-    int, typer.Option("--nproc", "-n", min=1, help="Processes to start; torchrun says it itself.")
-]
-_Local = Annotated[
-    bool, typer.Option("--local", help="All ranks in this process, to look for errors.")
-]
-_Steps = Annotated[int, typer.Option(min=1, help="How many steps to train.")]
-_Rate = Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")]
-_Optimizer = Annotated[str, typer.Option(help="An optimizer of torch.optim.")]
-_Device = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-_Data = Annotated[str | None, typer.Option(help=_DATA)]
-_Loss = Annotated[str | None, typer.Option(help="The loss: file.py:name, of output and target.")]
-_Target = Annotated[
-    str | None, typer.Option(help="A function that makes example targets, file.py:name.")
-]
-_Compare = Annotated[
-    bool, typer.Option("--compare", help="Train the plain model beside it and compare.")
-]
-_Timeline = Annotated[
-    Path | None, typer.Option(help="Draw the last step as measured: .svg, .png, .txt or .json.")
-]
+_LOSS = "The loss: file.py:name, of output and target."
+_TARGET = "A function that makes example targets, file.py:name."
+_COMPARE = "Train the plain model beside it and compare."
+_TIMELINE = "Draw the last step as measured: .svg, .png, .txt or .json."
 
 
 @dataclass(frozen=True)
-class _Trained(RunnableModel):
+class TrainOptions(RunnableModel):
+    """What to train, and how; equal on all ranks."""
+
     batch: Batch = 16
+    schedule: Annotated[str, typer.Option(help=_SCHEDULE, autocompletion=complete_schedule)] = (
+        "1F1B"
+    )
+    nproc: Annotated[int, typer.Option("--nproc", "-n", min=1, help=_NPROC)] = 2
+    local: Annotated[bool, typer.Option("--local", help=_LOCAL)] = False
+    microbatches: Microbatches = None
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to train.")] = 20
+    learning_rate: Annotated[float, typer.Option("--lr", min=0.0, help="Learning rate.")] = 1e-3
+    optimizer: Annotated[str, typer.Option(help="An optimizer of torch.optim.")] = "AdamW"
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto"
+    data: Annotated[str | None, typer.Option(help=_DATA)] = None
+    loss: Annotated[str | None, typer.Option(help=_LOSS)] = None
+    target: Annotated[str | None, typer.Option(help=_TARGET)] = None
+    seed: Seed = 0
+    compare: Annotated[bool, typer.Option("--compare", help=_COMPARE)] = False
+
+    def request(self) -> ModelRequest:
+        asked = super().request()
+        return replace(asked, target=self.target, loss=self.loss, seed=self.seed)
 
 
-@takes_model
+@with_options
 def train(
-    model: _Trained,
+    options: TrainOptions,
     context: typer.Context,
-    schedule: _Schedule = "1F1B",
-    nproc: _Processes = 2,
-    local: _Local = False,
-    microbatches: Microbatches = None,
-    steps: _Steps = 20,
-    learning_rate: _Rate = 1e-3,
-    optimizer: _Optimizer = "AdamW",
-    device: _Device = "auto",
-    data: _Data = None,
-    loss: _Loss = None,
-    target: _Target = None,
-    seed: Seed = 0,
-    compare: _Compare = False,
-    timeline: _Timeline = None,
+    timeline: Annotated[Path | None, typer.Option(help=_TIMELINE)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a model across processes.
@@ -113,37 +104,20 @@ def train(
     Under torchrun every process is a rank. Otherwise --nproc processes are started here.
     """
     picture = None if timeline is None else writable(timeline)
-    if not local and not is_rank():
-        run_again(context, nproc)
+    if not options.local and not is_rank():
+        run_again(context, options.nproc)
         return
-    from fxpipe.cli.trainer import Trainer, TrainSettings
+    from fxpipe.cli.trainer import Trainer
 
-    trainer = Trainer(
-        TrainSettings(
-            model.request(target=target, loss=loss, seed=seed),
-            schedule=schedule,
-            num_ranks=nproc if local else int(os.environ["WORLD_SIZE"]),
-            num_stages=model.stages,
-            num_microbatches=microbatches,
-            batch=model.batch,
-            steps=steps,
-            split=split_names(model.split),
-            learning_rate=learning_rate,
-            optimizer=optimizer,
-            device=device,
-            data=data,
-            compare=compare,
-            is_local=local,
-        )
-    )
-    reports = train_with_bar(trainer, every=max(1, steps // 10), quiet=as_json)
+    trainer = Trainer(options)
+    reports = train_with_bar(trainer, every=max(1, options.steps // 10), quiet=as_json)
     trainer.close()
     if not trainer.is_reporter:
         return
     if picture is not None:
         from fxpipe.viz import draw_timeline
 
-        title = f"{model.model}, {schedule}, measured"
+        title = f"{options.model}, {options.schedule}, measured"
         draw_timeline(trainer.pipe.schedule.timeline, picture, title=title, time_unit="s")
     if as_json:
         print_json(_json(trainer, reports, picture))
@@ -177,14 +151,14 @@ def train_with_bar(trainer: Trainer, *, every: int, quiet: bool = False) -> list
 
 def show_result(trainer: Trainer, reports: list[StepReport]) -> None:
     """Print the last step as it was measured, and a table of figures."""
+    from fxpipe.cli.named.programs import sizes_text
     from fxpipe.viz import TimelineView
 
     timeline = trainer.pipe.schedule.timeline
     out().print(TimelineView(timeline, title="the last step, measured", time_unit="s"))
     seconds, program = _seconds(reports), trainer.program
     rows = [
-        ("schedule", f"{program.name or trainer.settings.schedule}: {program.num_ranks} ranks, "
-         f"{program.num_stages} stages, {program.num_microbatches} microbatches"),
+        ("schedule", f"{program.name or trainer.settings.schedule}: {sizes_text(program)}"),
         ("first loss", f"{reports[0].loss:.6f}"),
         ("last loss", f"{reports[-1].loss:.6f}"),
         ("step", f"{seconds_text(seconds)}, {trainer.settings.batch / seconds:.1f} rows/s"),
@@ -234,13 +208,13 @@ def gradient_difference(reports: list[StepReport]) -> float:
 
 
 def _json(trainer: Trainer, reports: list[StepReport], picture: Path | None) -> dict[str, Any]:
+    from fxpipe.cli.named.programs import sizes_of
+
     program = trainer.program
     data: dict[str, Any] = {
-        "model": trainer.settings.model.name,
+        "model": trainer.settings.model,
         "schedule": program.name or trainer.settings.schedule,
-        "num_ranks": program.num_ranks,
-        "num_stages": program.num_stages,
-        "num_microbatches": program.num_microbatches,
+        **sizes_of(program),
         "batch": trainer.settings.batch,
         "losses": [report.loss for report in reports],
         "seconds_per_step": _seconds(reports),
@@ -278,21 +252,16 @@ def demo(
         typer.echo("Training a small GPT on 2 processes with 1F1B, beside the plain model.")
         run_again(context, 2, limit=_LIMIT)
         return
-    from fxpipe.cli.named.models import ModelRequest
-    from fxpipe.cli.trainer import Trainer, TrainSettings
+    from fxpipe.cli.trainer import Trainer
 
-    settings = TrainSettings(
-        ModelRequest(
-            _MODEL,
-            inputs=f"{__name__}:counting",
-            target=f"{__name__}:counting_target",
-            dtype="float64",
-        ),
-        schedule="1F1B",
-        num_ranks=2,
-        num_stages=2,
-        num_microbatches=4,
+    settings = TrainOptions(
+        _MODEL,
+        stages=2,
         batch=16,
+        inputs=f"{__name__}:counting",
+        target=f"{__name__}:counting_target",
+        dtype="float64",
+        microbatches=4,
         steps=steps,
         learning_rate=1e-2,
         device="cpu",

@@ -1,6 +1,6 @@
 """Train a named model on the ranks of this process: what `train` and `demo` run.
 
-In:  `TrainSettings`, equal on all ranks.
+In:  `TrainOptions`, equal on all ranks.
 Out: a `StepReport` for each step, handed to a function on every rank.
 
 With `compare` every rank also trains its own copy of the plain model, on the same batches
@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpipe.cli.named.models import Inputs, ModelRequest, as_inputs, call_with, resolve
+from fxpipe.cli.named.models import Inputs, NamedModel, as_inputs, call_with, resolve
 from fxpipe.cli.named.pipes import split_model
 from fxpipe.cli.named.programs import find_program
 from fxpipe.cli.named.references import load_object, parse_reference
+from fxpipe.cli.options import split_names
+from fxpipe.cli.train import TrainOptions
 from fxpipe.errors import InputError
 from fxpipe.graph.aux_losses import collect_aux_losses
 from fxpipe.microbatch import split_batch
@@ -33,52 +35,9 @@ from fxpipe.schedules import ScheduleFromProgram
 from fxpipe.torch_inside import pytree
 from fxpipe.training.pipeline import Pipeline
 
-__all__ = ["StepReport", "TrainSettings", "Trainer", "join_ranks"]
+__all__ = ["StepReport", "Trainer", "join_ranks"]
 
 _DISTINCT_BATCHES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSettings:
-    """What to train, and how; equal on all ranks."""
-
-    model: ModelRequest
-    schedule: str
-    num_ranks: int
-    num_stages: int | None
-    num_microbatches: int | None
-    batch: int
-    steps: int
-    split: tuple[str, ...] = ()
-    learning_rate: float = 1e-3
-    optimizer: str = "AdamW"
-    device: str = "auto"
-    data: str | None = None
-    compare: bool = False
-    is_local: bool = False
-
-    def program(self) -> Program:
-        """The program that the ranks will run.
-
-        Raises:
-            ScheduleError, InputError: there is none for these sizes.
-        """
-        if self.schedule == "-":
-            raise InputError("--schedule -: every rank reads the program, so it must be a file")
-        program = find_program(
-            self.schedule,
-            ranks=self.num_ranks,
-            stages=self.num_stages,
-            microbatches=self.num_microbatches,
-        )
-        if program.name == "ForwardOnly":
-            raise InputError("ForwardOnly trains nothing; see fxpipe schedule list for the others")
-        if self.batch < program.num_microbatches:
-            raise InputError(
-                f"a batch of {self.batch} rows cannot be split into {program.num_microbatches} "
-                "microbatches; raise --batch or lower --microbatches"
-            )
-        return program
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +80,24 @@ def _device(name: str, local_rank: int) -> torch.device:
 class Trainer:
     """The pipeline of this process, its optimizer, and the plain model beside it."""
 
-    def __init__(self, settings: TrainSettings, *, plain_in_parts: bool = True) -> None:
+    def __init__(self, settings: TrainOptions, *, plain_in_parts: bool = True) -> None:
         self.settings = settings
-        self.program = settings.program()
+        self.program = _program(settings)
         make = _optimizer_class(settings.optimizer)
         self._plain_in_parts = plain_in_parts
-        self.model = resolve(settings.model)
-        self._batches = _batches(settings)
+        self.model = resolve(settings.request())
+        self._batches = _batches(settings, self.model)
         self._next = next(self._batches)
         loss_fn = self.model.loss_fn
         module = self.model.build()
-        self.device = torch.device("cpu") if settings.is_local else join_ranks(settings.device)
+        self.device = torch.device("cpu") if settings.local else join_ranks(settings.device)
         self.plain = copy.deepcopy(module).to(self.device) if settings.compare else None
         self.traced = split_model(
             self.model, module, self._example(),
-            num_stages=self.program.num_stages, split=settings.split,
+            num_stages=self.program.num_stages, split=split_names(settings.split),
         )  # fmt: skip
-        group = LocalGroup(self.program.num_ranks) if settings.is_local else None
-        rank = None if settings.is_local else dist.get_rank()
+        group = LocalGroup(self.program.num_ranks) if settings.local else None
+        rank = None if settings.local else dist.get_rank()
         self.is_reporter = not rank
         mine = (
             range(self.program.num_stages)
@@ -252,37 +211,59 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name.lower()]
 
 
-def _batches(settings: TrainSettings) -> Iterator[tuple[Inputs, Any]]:
+def _program(settings: TrainOptions) -> Program:
+    """The program that the ranks will run.
+
+    Raises:
+        ScheduleError, InputError: there is none for these sizes.
+    """
+    if settings.schedule == "-":
+        raise InputError("--schedule -: every rank reads the program, so it must be a file")
+    program = find_program(
+        settings.schedule,
+        ranks=settings.nproc if settings.local else int(os.environ["WORLD_SIZE"]),
+        stages=settings.stages,
+        microbatches=settings.microbatches,
+    )
+    if program.name == "ForwardOnly":
+        raise InputError("ForwardOnly trains nothing; see fxpipe schedule list for the others")
+    if settings.batch < program.num_microbatches:
+        raise InputError(
+            f"a batch of {settings.batch} rows cannot be split into {program.num_microbatches} "
+            "microbatches; raise --batch or lower --microbatches"
+        )
+    return program
+
+
+def _batches(settings: TrainOptions, model: NamedModel) -> Iterator[tuple[Inputs, Any]]:
     """Batches without end: a few made-up ones over and over, or the user's epoch after epoch."""
     if settings.data is None:
-        model = resolve(settings.model)
         while True:
             for seed in range(_DISTINCT_BATCHES):
                 yield model.inputs(settings.batch, seed), model.target(settings.batch, seed)
-    found = load_object(settings.data, what="--data")
+    found, options = (
+        load_object(settings.data, what="--data"),
+        parse_reference(settings.data).options,
+    )
+    name = f"--data {settings.data!r}"
     while True:
-        is_empty = True
-        for item in _epoch(found, settings.data, settings):
+        is_empty, epoch = True, found
+        if callable(found):
+            request = model.request
+            epoch = call_with(found, settings.data, request, settings.batch, request.seed, options)
+        if not isinstance(epoch, Iterable):
+            raise InputError(
+                f"{name} gave a {type(epoch).__name__}; it must be an iterable of "
+                "(inputs, target), such as a DataLoader, or a function that returns one"
+            )
+        for item in epoch:
             is_empty = False
             if not isinstance(item, tuple | list) or len(item) != 2:
                 raise InputError(
-                    f"--data {settings.data!r} gave a {type(item).__name__} as a batch; each must "
+                    f"{name} gave a {type(item).__name__} as a batch; each must "
                     "be a pair (inputs, target), inputs being a tensor, a tuple, a dict or "
                     "(args, kwargs)"
                 )
             yield as_inputs(item[0]), item[1]
         if is_empty:
-            raise InputError(f"--data {settings.data!r} gave no batch")
-
-
-def _epoch(found: Any, name: str, settings: TrainSettings) -> Iterable[Any]:
-    epoch = found
-    if callable(found):
-        request, options = settings.model, parse_reference(name).options
-        epoch = call_with(found, name, request, settings.batch, settings.model.seed, options)
-    if not isinstance(epoch, Iterable):
-        raise InputError(
-            f"--data {name!r} gave a {type(epoch).__name__}; it must be an iterable of "
-            "(inputs, target), such as a DataLoader, or a function that returns one"
-        )
-    return epoch
+            raise InputError(f"{name} gave no batch")

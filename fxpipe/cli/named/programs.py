@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.program import Program
-from fxpipe.program.generators import ScheduleInfo, get_schedule
+from fxpipe.program.generators import get_schedule
 
-__all__ = ["default_stages", "find_program", "is_file_name", "parse_program", "read_program"]
+__all__ = ["find_program", "is_file_name", "read_program", "sizes_of", "sizes_text"]
 
 _ENDINGS = (".csv", ".json", ".txt")
 
@@ -28,8 +28,8 @@ def find_program(
     """The program that a user means.
 
     For a schedule, sizes that are not given are 4 ranks, as few stages per rank as the
-    schedule is made for, and two microbatches per rank. A file has its own sizes: those that
-    are given must agree.
+    schedule is made for (two if it allows any number), and two microbatches per rank. A file
+    has its own sizes: those that are given must agree.
 
     Raises:
         ScheduleError: no such schedule, or not for these sizes, or the file is malformed.
@@ -38,16 +38,17 @@ def find_program(
     if not is_file_name(name):
         info = get_schedule(name)
         ranks = 4 if ranks is None else ranks
-        stages = default_stages(info, ranks) if stages is None else stages
+        if stages is None:
+            least, most = info.stages_per_rank
+            stages = ranks * (least if most is not None else max(least, 2))
+            stages = ranks if info.name == "ForwardOnly" else stages
         microbatches = 2 * ranks if microbatches is None else microbatches
         return info(ranks, stages, microbatches)
     program = read_program(name)
     wrong = [
-        f"{given} {what} asked for, {found} in the file"
-        for what, given, found in (
-            ("ranks", ranks, program.num_ranks),
-            ("stages", stages, program.num_stages),
-            ("microbatches", microbatches, program.num_microbatches),
+        f"{given} {name.removeprefix('num_')} asked for, {found} in the file"
+        for given, (name, found) in zip(
+            (ranks, stages, microbatches), sizes_of(program).items(), strict=True
         )
         if given is not None and given != found
     ]
@@ -56,42 +57,41 @@ def find_program(
     return program
 
 
+def sizes_of(program: Program) -> dict[str, int]:
+    """The sizes of a program by name, for JSON."""
+    names = ("num_ranks", "num_stages", "num_microbatches")
+    return {name: getattr(program, name) for name in names}
+
+
+def sizes_text(program: Program) -> str:
+    """Such as "4 ranks, 8 stages, 16 microbatches"."""
+    named = ((size, name.removeprefix("num_")) for name, size in sizes_of(program).items())
+    return ", ".join(f"{size} {name}" for size, name in named)
+
+
 def is_file_name(name: str) -> bool:
     """Whether a name means a file rather than a schedule."""
     return name == "-" or name.lower().endswith(_ENDINGS) or "/" in name
 
 
-def default_stages(info: ScheduleInfo, ranks: int) -> int:
-    """The number of stages to show a schedule with: two per rank if it allows several."""
-    least, most = info.stages_per_rank
-    if info.name == "ForwardOnly":
-        return ranks
-    return ranks * (least if most is not None else max(least, 2))
-
-
 def read_program(name: str) -> Program:
-    """Read a program from a file, or from standard input if the name is "-"."""
-    if name == "-":
-        return parse_program(sys.stdin.read(), name="standard input")
-    path = Path(name)
+    """Read a program from a file, or from standard input if the name is "-".
+
+    It may be CSV, JSON or the text table, whatever the name says.
+    """
+    path = Path("standard input" if name == "-" else name)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"there is no file {name}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {name}: {error}") from None
-    return parse_program(text, name=name)
-
-
-def parse_program(text: str, *, name: str) -> Program:
-    """A program from CSV, JSON or the text table, whichever the text is."""
     stripped = text.lstrip()
-    title = Path(name).stem
     try:
         if stripped.startswith("{"):
             return Program.from_json(text)
         if stripped.startswith("rank"):
-            return Program.parse(text, name=title)
-        return Program.from_csv(text, name=title)
+            return Program.parse(text, name=path.stem)
+        return Program.from_csv(text, name=path.stem)
     except ScheduleError as error:
-        raise ScheduleError(f"{name}: {error}") from None
+        raise ScheduleError(f"{path}: {error}") from None

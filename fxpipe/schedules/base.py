@@ -36,7 +36,6 @@ from fxpipe.runtime.session import Session
 from fxpipe.runtime.share import check_alike, first_known, gather
 from fxpipe.runtime.stage.executor import ActionContext, Hooks
 from fxpipe.runtime.wire.local_group import LocalGroup
-from fxpipe.schedules.stream import eval_stream
 from fxpipe.stage import PipelineStage
 
 __all__ = ["FIXED", "Schedule", "check_overrides"]
@@ -260,6 +259,8 @@ class Schedule:
         stage and None elsewhere. A batch is a tensor, a tuple, or a dict of keywords; `()` on a
         rank that has no inputs. `at_once` batches are read, run as one call, and handed out.
         """
+        from fxpipe.schedules.rounds import eval_stream  # which makes schedules
+
         return eval_stream(self, batches, at_once)
 
     @property

@@ -1,4 +1,6 @@
-"""Let microbatches go round: what the last stage chooses is the first stage's next input.
+"""Make more of a schedule: rounds through its stages, or a stream of batches.
+
+**Rounds.** What the last stage chooses is the first stage's next input.
 
 In:  a schedule of traced stages that has run once, and a `Feed`.
 Out: a schedule for `count` rounds in one call.
@@ -7,26 +9,37 @@ Stage s of round k is stage k * num_stages + s of a longer pipeline, on the rank
 of s. An edge leads from the last stage of a round to each stage of the next that takes tokens. So
 the order, the messages and what happens to failures are those of any pipeline. With as many
 microbatches as ranks no rank waits between two rounds.
+
+**A stream.** Several batches run as the microbatches of one call, so the pipeline is not drained
+between them: with p ranks, m microbatches and b batches per call (p - 1) / (b m + p - 1) of the
+time is idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from fxpipe.program import Action, Placement
+from fxpipe.errors import InputError
+from fxpipe.microbatch import Microbatches
+from fxpipe.program import Action, Placement, Program
 from fxpipe.program.generators import forward_only_on
+from fxpipe.runtime.agree.request import Call, split_call
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton, bind_traced
 from fxpipe.runtime.stage.stage_kind import PipelineStageInfo, Stage, TracedFront
 from fxpipe.schedules.base import Schedule
 from fxpipe.schedules.named import ScheduleFromProgram
 from fxpipe.stage import PipelineStage
 
-__all__ = ["Feed", "can_go_round", "has_hooks", "rounds_of"]
+if TYPE_CHECKING:
+    from fxpipe.schedules.base import Schedule
+
+__all__ = ["Feed", "arguments", "can_go_round", "eval_stream", "has_hooks", "rounds_of"]
 
 
 class Feed(Protocol):
@@ -68,20 +81,34 @@ def rounds_of(schedule: Schedule, count: int, feed: Feed) -> Schedule:
         rank 1: 1F0 1F1 3F0 3F1 5F0 5F1
     """
     front = _RoundsFront(schedule, count, feed)
-    own, options = schedule.program.placement, schedule._options
+    own = schedule.program.placement
     placement = Placement(own.num_ranks, own.stage_to_rank * count)
     stages = [_again(stage, number, count, front) for stage, number in _all(schedule, count)]
-    made = ScheduleFromProgram(
+    program = forward_only_on(placement, schedule.n_microbatches, rounds=count)
+    made = _longer(schedule, count, stages, program)
+    made.before("F", front.begin)
+    return made
+
+
+def _longer(
+    schedule: Schedule,
+    count: int,
+    stages: Sequence[PipelineStage],
+    program: Program,
+    **more: Any,
+) -> Schedule:
+    """A schedule for a program of `count` times the length, with the other's options."""
+    options = schedule._options
+    return ScheduleFromProgram(
         stages,
-        forward_only_on(placement, schedule.n_microbatches, rounds=count),
+        program,
         timeout=options.timeout * count,
         receives=options.receives,
         boundary_dtype=options.boundary_dtype,
         tp_group=options.tp_group,
         max_outstanding_sends=options.max_outstanding_sends,
+        **more,
     )
-    made.before("F", front.begin)
-    return made
 
 
 def _all(schedule: Schedule, count: int) -> Iterator[tuple[PipelineStage, int]]:
@@ -212,3 +239,58 @@ class _RoundsFront(TracedFront):
         given = self._feed.inputs(microbatch, number, tokens)
         output = module(*received, **{name: given[name] for name in names})
         return output if stage < self._num_stages - 1 else self._feed.chosen(microbatch)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a batch, which are a tensor, a tuple, or a dict of keywords."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def eval_stream(schedule: Schedule, batches: Iterable[Any], at_once: int) -> Iterator[Any]:
+    """See `Schedule.eval_stream`."""
+    while True:
+        calls: list[Any] = []
+        rows: list[int] | None = []
+        count, problem = 0, None
+        try:
+            if at_once < 1:
+                raise InputError(f"at_once must be at least 1 batch, got {at_once}")
+            batches = iter(batches)  # the same one from the second time on
+            for inputs in islice(batches, at_once):
+                args, kwargs = arguments(inputs)
+                call = Call(False, args, kwargs, None, {}, True)
+                front, options = schedule.stages[0].front, schedule._options
+                found = split_call(call, front, options, schedule.n_microbatches)
+                calls += zip(found.args, found.kwargs, strict=True)
+                rows = None if rows is None or found.rows is None else [*rows, *found.rows]
+                count += 1
+        except BaseException as error:
+            problem = error
+        schedule.check_alike("eval_stream", "the number of batches", count, problem)
+        if not count:
+            return
+        if count not in schedule._longer:
+            schedule._longer[count] = _for_batches(schedule, count)
+        has_inputs = any(args or kwargs for args, kwargs in calls)
+        given = (Microbatches(calls, rows=rows),) if has_inputs else ()
+        with torch.no_grad():
+            outputs = schedule._longer[count]._run(
+                Call(False, given, {}, None, {}, True, batches=count)
+            )
+        yield from outputs if outputs is not None else [None] * count
+
+
+def _for_batches(schedule: Schedule, count: int) -> Schedule:
+    """The same schedule for `count` times as many microbatches."""
+    options = schedule._options
+    program = forward_only_on(schedule.program.placement, count * schedule.n_microbatches)
+    more = {
+        "loss_fn": options.loss_fn,
+        "output_merge_spec": options.output_merge_spec,
+        "tied": [one.locations for one in options.tied],
+    }
+    made = _longer(schedule, count, schedule.stages, program, **more)
+    made._hooks = schedule._hooks
+    return made

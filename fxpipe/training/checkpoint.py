@@ -31,12 +31,13 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fxpipe.errors import InputError
-from fxpipe.runtime.control.control import Control, agree, agree_on, check_same
+from fxpipe.runtime.control.control import Control, agree_on, check_same
 from fxpipe.training.restore import Restoring, own_extra
 from fxpipe.training.state import (
     Optimizers,
     Part,
     Source,
+    agreed,
     check_memory,
     check_nothing_lost,
     check_optimizers,
@@ -158,16 +159,13 @@ def load_checkpoint(
         everybody = agree_on(control, "the checkpoint to load", chosen, problem, used)
         with control.alike():
             restoring.check_rest(everybody)
-        try:
+        with agreed(control):
             restoring.run()
             for name, target in (extra or {}).items():
                 if hasattr(target, "load_state_dict"):
                     target.load_state_dict(found[name])
             generators = saved.plain["random"]
             set_random_state(generators[control.rank % len(generators)], parts)
-        except Exception as error:
-            problem = error
-        agree(control, problem)
     return Restored(saved.plain["step"], found, saved.folder)
 
 
@@ -181,9 +179,7 @@ def _agreed_state(
     keep: int | None,
 ) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors of this rank by their names, and the folder; all ranks have agreed."""
-    problem: BaseException | None = None
-    mine: dict[str, Any] = {}
-    try:
+    with agreed(control):
         if keep is not None and keep < 1:
             raise InputError(f"keep must be at least 1, got {keep}: the new checkpoint counts")
         if type(step) is not int or step < 0:
@@ -204,9 +200,6 @@ def _agreed_state(
             "random": random_state(parts),
             "num_stages": max((part.num_stages for part in parts), default=1),
         }
-    except Exception as error:
-        problem = error
-    agree(control, problem)
     said = control.gather(mine)
     runs = {one["run"] for one in said}
     with control.alike():
@@ -214,11 +207,8 @@ def _agreed_state(
         if len(runs) > 1:
             raise InputError(f"all ranks must save to one folder that all see, got {sorted(runs)}")
     own = _own_names(control, said, parts)
-    try:
+    with agreed(control):
         tensors, about = _local_state(parts, optimizer, own)
-    except Exception as error:
-        problem = error
-    agree(control, problem)
     described_by_ranks = control.gather(about)
     if control.rank == 0:
         whole: dict[str, Any] = {"step": step, "own": sorted(own)}

@@ -32,7 +32,7 @@ from fxpipe.runtime.rollback import ChangingBuffers, Rollback
 from fxpipe.runtime.share import first_known
 from fxpipe.runtime.wire.local_group import LocalGroup, resolve_group
 from fxpipe.schedules import Schedule, get_schedule_class
-from fxpipe.schedules.stream import arguments
+from fxpipe.schedules.rounds import arguments
 from fxpipe.stage import PipelineStage
 from fxpipe.training.state import parts_of
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from fxpipe.errors import InputError
 from fxpipe.runtime.agree.arguments import timeout_seconds
-from fxpipe.runtime.control.control import Control
+from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.control.group_control import control_of
 from fxpipe.runtime.parameters.tied import local, plain_name
 from fxpipe.runtime.stage.stage_kind import TracedFront
@@ -42,6 +42,7 @@ __all__ = [
     "Optimizers",
     "Part",
     "Source",
+    "agreed",
     "check_memory",
     "check_nothing_lost",
     "check_optimizers",
@@ -276,6 +277,17 @@ def together(name: str, source: Source, *, default_alone: bool) -> Iterator[Cont
     control: Control = Control() if is_alone else control_of(_world(), deadline)
     with control.call(name, 0, deadline, lambda: name):
         yield control
+
+
+@contextlib.contextmanager
+def agreed(control: Control) -> Iterator[None]:
+    """Around work of each rank, in the block of `together`: if it fails on one, all raise."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    agree(control, problem)
 
 
 def gloo_world() -> dist.ProcessGroup:

@@ -167,7 +167,8 @@ class _Merger:
     def by_default(self, group: _Group) -> Any:
         values = group.values
         if all(value.dim() == 0 for value in values):
-            return self.average(group) if _is_mean(values) else self.agree(group)
+            is_mean = all(value.is_floating_point() or value.is_complex() for value in values)
+            return self.average(group) if is_mean else self.agree(group)
         if self.rows is not None and not _fits(values, self.rows):
             return self.agree(group)
         return self.concatenate(group, 0)
@@ -178,7 +179,7 @@ class _Merger:
             if not _equal(first, value):
                 text = _different(group.values, index)
                 if isinstance(first, torch.Tensor) and first.dim() > 0 and self.rows is not None:
-                    text += f"; microbatches of {_numbers(self.rows)} rows"
+                    text += f"; microbatches of {', '.join(map(str, self.rows))} rows"
                 self.fault(group.path, text, is_unclear=not isinstance(group.spec, Replicate))
                 return None
         return first
@@ -246,10 +247,6 @@ def _same_structure(one: Any, node: Node | None, other: Any, other_node: Node | 
     return type(one) is type(other) and set(node.keys) == set(other_node.keys)
 
 
-def _is_mean(values: list[Any]) -> bool:
-    return all(value.is_floating_point() or value.is_complex() for value in values)
-
-
 def _fits(values: list[Any], rows: Sequence[int]) -> bool:
     """Whether dimension 0 is the rows of every microbatch, or one multiple of them."""
     if not all(value.dim() for value in values):
@@ -300,13 +297,6 @@ def _describe_tree(value: Any) -> str:
     node = open_node(value)
     if node is None:
         return describe(value)
-    inside = f"of {len(node.keys)}" if node.style == "index" else f"with {_names(node.keys)}"
+    names = ", ".join(map(repr, node.keys)) or "nothing"
+    inside = f"of {len(node.keys)}" if node.style == "index" else f"with {names}"
     return f"a {type(value).__name__} {inside}"
-
-
-def _names(keys: Sequence[Any]) -> str:
-    return ", ".join(repr(key) for key in keys) or "nothing"
-
-
-def _numbers(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))

@@ -127,15 +127,12 @@ class ModelOptions(RunnableModel):
 
         with working(f"splitting {self.model}"):
             from fxpipe.cli.named.models import resolve
-            from fxpipe.cli.named.pipes import trace_model
+            from fxpipe.cli.named.pipes import split_model
 
-            return trace_model(
-                resolve(self.request()),
-                batch=self.batch,
-                num_stages=self.stages,
-                split=split_names(self.split),
-                meta=self.meta,
-            )
+            model, split = resolve(self.request()), split_names(self.split)
+            example = model.inputs(self.batch)
+            module = model.build(meta=self.meta)
+            return split_model(model, module, example, num_stages=self.stages, split=split)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -83,7 +83,9 @@ def rounds_of(schedule: Schedule, count: int, feed: Feed) -> Schedule:
     front = _RoundsFront(schedule, count, feed)
     own = schedule.program.placement
     placement = Placement(own.num_ranks, own.stage_to_rank * count)
-    stages = [_again(stage, number, count, front) for stage, number in _all(schedule, count)]
+    stages = [
+        _again(stage, number, count, front) for number in range(count) for stage in schedule.stages
+    ]
     program = forward_only_on(placement, schedule.n_microbatches, rounds=count)
     made = _longer(schedule, count, stages, program)
     made.before("F", front.begin)
@@ -109,10 +111,6 @@ def _longer(
         max_outstanding_sends=options.max_outstanding_sends,
         **more,
     )
-
-
-def _all(schedule: Schedule, count: int) -> Iterator[tuple[PipelineStage, int]]:
-    return ((stage, number) for number in range(count) for stage in schedule.stages)
 
 
 def _again(stage: PipelineStage, number: int, count: int, front: TracedFront) -> PipelineStage:

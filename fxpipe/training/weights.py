@@ -80,13 +80,15 @@ def save_weights(folder: str | Path, source: Source) -> None:
 
     target, parts = Path(folder), parts_of(source)
     problem: BaseException | None = None
+    mine = [
+        f"model-{(part.stage or 0) + 1:05d}-of-{part.num_stages:05d}.safetensors" for part in parts
+    ]
     with together("save_weights", source, default_alone=True) as control:
         control.exchange([])
         try:
             check_memory(parts)
         except InputError as error:
             problem = error
-        mine = [_file_name(part) for part in parts]
         held = agree_on(control, "the folder of save_weights()", str(target), problem, mine)
         written: dict[str, list[str]] = {}
         for part, file in zip(parts, mine, strict=True):
@@ -253,7 +255,3 @@ def _unshared(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         seen.add(plain.untyped_storage().data_ptr())
         found[name] = plain.clone() if is_shared else plain
     return found
-
-
-def _file_name(part: Part) -> str:
-    return f"model-{(part.stage or 0) + 1:05d}-of-{part.num_stages:05d}.safetensors"

@@ -10,16 +10,15 @@ import os
 from pathlib import Path
 from typing import Unpack
 
-from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.viz.pipe_picture.columns import lay_out_pipe
 from fxpipe.viz.pipe_picture.outline import Depth, Figures, Outline, make_outline
 from fxpipe.viz.pipe_picture.text_graph import write_dot, write_mermaid
-from fxpipe.viz.svg import PICTURES, write_scene, write_svg
+from fxpipe.viz.svg import PICTURES, picture_path, write_scene, write_svg
 
 __all__ = ["draw_pipe", "pipe_svg"]
 
-_TEXTS = (".dot", ".mmd", ".md")
+_FORMATS = (*PICTURES, ".dot", ".mmd", ".md")
 _MOST_STAGES_WITH_BLOCKS = 8
 
 
@@ -45,13 +44,7 @@ def draw_pipe(
         FxpipeError: an argument is unknown or does not fit the pipe, or a PNG or PDF is asked for
             and vl-convert is not installed.
     """
-    path = Path(path)
-    ending = path.suffix.lower()
-    if ending not in _TEXTS + PICTURES:
-        raise FxpipeError(
-            f"cannot draw a pipe as {path.name!r}: the name must end with one of "
-            f"{', '.join(PICTURES + _TEXTS)}"
-        )
+    path, ending = picture_path(path, "a pipe", _FORMATS)
     outline = _outline(pipe, depth, figures)
     if ending in PICTURES:
         write_scene(lay_out_pipe(outline, title=title), path)

@@ -1,14 +1,20 @@
-"""Write a scene as SVG that stands alone: no script, no font, nothing of the page around it.
+"""Write a scene to a file: SVG by ourselves, PNG and PDF by vl-convert from that SVG.
+
+The SVG stands alone: no script, no font, nothing of the page around it.
 
 Several pictures may share one HTML page (a notebook, the report), so nothing here can reach
 another picture: the picture's own mark is in every name. Colours are attributes; a style
 replaces those of the light theme where the reader prefers dark.
+
+vl-convert carries its own fonts and renderer, so that the three formats show the same picture on
+every machine and no system library is needed.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple
 from itertools import groupby
 from pathlib import Path
@@ -18,9 +24,9 @@ from fxpipe.errors import FxpipeError
 from fxpipe.viz.palette import DARK, LIGHT
 from fxpipe.viz.scene import Area, Box, Hatch, Item, Label, Line, Scene, arrow_head
 
-__all__ = ["FONT", "PICTURES", "convert_svg", "write_scene", "write_svg"]
+__all__ = ["PICTURES", "picture_path", "write_scene", "write_svg"]
 
-FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+_FONT = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 _INK = "#000000"
 _PATTERNS: dict[str, str] = {
@@ -43,7 +49,7 @@ def write_svg(scene: Scene, *, inline: bool = False, dark: bool = True) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" id="{mark}" width="{_n(scene.width)}" '
         f'height="{_n(scene.height)}" viewBox="0 0 {_n(scene.width)} {_n(scene.height)}" '
-        f'role="img" font-family="{FONT}"{style}>',
+        f'role="img" font-family="{_FONT}"{style}>',
         f"<title>{escape(scene.title)}</title>",
         f'<rect width="100%" height="100%" {_paint(fill=LIGHT.paper)}/>',
         *_definitions(scene.items, mark),
@@ -107,7 +113,8 @@ def _element(item: Item, mark: str) -> str:
     if isinstance(item, Label):
         return f'<text x="{_n(item.x)}" y="{_n(item.y)}">{escape(item.text)}</text>'
     if isinstance(item, Line):
-        path = f'<path d="{_path(item)}"/>'
+        points = (f"{_n(x)} {_n(y)}" for x, y in item.points)
+        path = f'<path d="M{"L".join(points)}"/>'
         if not item.arrow:
             return path
         # Drawn, not a marker: markers are found by name, and names are the page's.
@@ -129,11 +136,6 @@ def _hatched(tag: str, place: str, hatch: Hatch, tip: str, mark: str) -> str:
     return shape
 
 
-def _path(line: Line) -> str:
-    (x, y), *rest = line.points
-    return f"M{_n(x)} {_n(y)}" + "".join(f"L{_n(a)} {_n(b)}" for a, b in rest)
-
-
 def _points(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
 
@@ -144,6 +146,23 @@ def _n(number: float) -> str:
 
 PICTURES = (".svg", ".png", ".pdf")
 _MOST_PIXELS = 120e6
+
+
+def picture_path(
+    path: str | os.PathLike[str], what: str, endings: Sequence[str]
+) -> tuple[Path, str]:
+    """The path and its ending, which says what is written.
+
+    Raises:
+        FxpipeError: it is none of these endings.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in endings:
+        raise FxpipeError(
+            f"cannot draw {what} as {path.name!r}: the name must end with one of "
+            f"{', '.join(endings)}"
+        )
+    return path, path.suffix.lower()
 
 
 def write_scene(scene: Scene, path: Path, *, scale: float = 2.0) -> None:
@@ -162,18 +181,15 @@ def write_scene(scene: Scene, path: Path, *, scale: float = 2.0) -> None:
         )
     if ending == ".svg":
         path.write_text(write_svg(scene), encoding="utf-8")
-    else:
-        path.write_bytes(convert_svg(write_svg(scene, dark=False), ending, scale=scale))
-
-
-def convert_svg(svg: str, ending: str, *, scale: float = 2.0) -> bytes:
-    """The data of a `.png` or `.pdf` that shows an SVG picture."""
+        return
     try:
         import vl_convert
     except ImportError as error:
         raise FxpipeError(
             f"{ending} pictures need vl-convert: pip install 'fxpipe[viz]'; .svg needs nothing"
         ) from error
-    if ending == ".png":
-        return vl_convert.svg_to_png(svg, scale=scale)
-    return vl_convert.svg_to_pdf(svg)
+    svg = write_svg(scene, dark=False)
+    is_png = ending == ".png"
+    path.write_bytes(
+        vl_convert.svg_to_png(svg, scale=scale) if is_png else vl_convert.svg_to_pdf(svg)
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.program import Edges, Program, Span, StageCosts, Timeline, simulate
-from fxpipe.viz.svg import PICTURES, write_scene, write_svg
+from fxpipe.viz.svg import PICTURES, picture_path, write_scene, write_svg
 from fxpipe.viz.timeline_picture.gantt import lay_out_timeline
 from fxpipe.viz.timeline_picture.spans import Words
 from fxpipe.viz.timeline_picture.terminal import timeline_text
@@ -58,13 +58,7 @@ def draw_timeline(
         FxpipeError: the ending is unknown, `measured` has another number of ranks, or a PNG
             or PDF is asked for and vl-convert is not installed.
     """
-    path = Path(path)
-    ending = path.suffix.lower()
-    if ending not in _FORMATS:
-        raise FxpipeError(
-            f"cannot draw a timeline as {path.name!r}: the name must end with one of "
-            f"{', '.join(_FORMATS)}"
-        )
+    path, ending = picture_path(path, "a timeline", _FORMATS)
     if measured is not None and measured.num_ranks != timeline.num_ranks:
         raise FxpipeError(
             f"the measured timeline has {measured.num_ranks} ranks, the simulated one "

@@ -114,14 +114,17 @@ class NamedModel(ABC):
     @abstractmethod
     def _own_loss(self) -> Callable[..., Any]: ...
 
-    def build(self, *, meta: bool = False) -> nn.Module:
+    def build(self, *, meta: bool | None = False) -> nn.Module:
         """The model with weights drawn from the seed, or with no weights at all (meta).
+
+        None is what such models are by default.
 
         Raises:
             InputError: the factory does not take the options, or makes no module.
         """
+        on_meta = self.is_built_on_meta_by_default if meta is None else meta
         torch.manual_seed(self.request.seed)
-        with torch.device("meta") if meta else nullcontext():
+        with torch.device("meta") if on_meta else nullcontext():
             model = self._make()
         if not isinstance(model, nn.Module):
             raise InputError(
@@ -149,17 +152,19 @@ class NamedModel(ABC):
         """`loss_fn(output, target)`."""
         if self.request.loss is None:
             return self._own_loss()
-        found = load_object(self.request.loss, what="--loss")
-        if not callable(found):
-            raise InputError(f"--loss {self.request.loss!r} is no function")
-        made: Callable[..., Any] = found
-        return made
+        return _function(self.request.loss, "--loss")
 
     def _given(self, name: str, option: str, batch: int, seed: int) -> Any:
-        function = load_object(name, what=option)
-        if not callable(function):
-            raise InputError(f"{option} {name!r} is no function")
-        return call_with(function, name, self.request, batch, seed, parse_reference(name).options)
+        function, options = _function(name, option), parse_reference(name).options
+        return call_with(function, name, self.request, batch, seed, options)
+
+
+def _function(name: str, option: str) -> Callable[..., Any]:
+    found: Any = load_object(name, what=option)
+    if not callable(found):
+        raise InputError(f"{option} {name!r} is no function")
+    made: Callable[..., Any] = found
+    return made
 
 
 class FactoryModel(NamedModel):
@@ -315,8 +320,8 @@ class KnownModel(NamedModel):
     def length(self) -> int:
         return self.request.seq or self.sizes.length
 
-    def build(self, *, meta: bool = True) -> nn.Module:
-        if not meta:
+    def build(self, *, meta: bool | None = True) -> nn.Module:
+        if meta is False:
             raise InputError(f"{self.title} has no weights here: it is for planning only")
         return known_model(self.sizes, sequence=self.length, dtype=self.request.torch_dtype)[0]
 

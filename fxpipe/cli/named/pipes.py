@@ -7,6 +7,7 @@ Out: a `Traced`: the pipe, the example it was traced with, and the values of its
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from fxpipe.viz.pipe_picture.outline import Figures, make_outline, tensor_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Traced", "pipe_json", "split_model", "split_pipe", "stage_table", "trace_model"]
+__all__ = ["Traced", "pipe_json", "split_model", "split_pipe", "stage_table"]
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,6 @@ class Traced:
     def figures(self) -> Figures:
         """What pictures of it show."""
         return {"flops": self.flops, "sizes": self.sizes}
-
-
-def trace_model(
-    model: NamedModel,
-    *,
-    batch: int,
-    num_stages: int | None,
-    split: Sequence[str],
-    meta: bool | None,
-) -> Traced:
-    """Build a model and split it."""
-    example = model.inputs(batch)
-    module = model.build(meta=model.is_built_on_meta_by_default if meta is None else meta)
-    return split_model(model, module, example, num_stages=num_stages, split=split)
 
 
 def split_model(
@@ -190,13 +177,10 @@ def pipe_json(traced: Traced) -> dict[str, Any]:
 
 def _spec_json(spec: TensorSpec, sizes: dict[str, int]) -> dict[str, Any]:
     bound = [int(dim) for dim in spec.bind(sizes).shape]
-    num_bytes = spec.dtype.itemsize
-    for dim in bound:
-        num_bytes *= dim
     return {
         "shape": [str(dim) for dim in spec.shape],
         "example_shape": bound,
         "dtype": str(spec.dtype).removeprefix("torch."),
         "has_gradient": spec.requires_grad,
-        "bytes": num_bytes,
+        "bytes": spec.dtype.itemsize * math.prod(bound),
     }

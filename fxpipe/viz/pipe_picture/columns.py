@@ -84,7 +84,7 @@ def _split_into_columns(outline: Outline) -> list[range]:
     has_skips = any(crossing.is_skip for crossing in outline.crossings)
     if count <= (2 * _LONGEST if has_skips else _LONGEST):
         return [range(count)]
-    boxes = _draw_boxes(outline, Letters.none())
+    boxes = _draw_boxes(outline, Letters())
     height = _place(outline, boxes, range(count), 0, 1).bottom
     number = max(1, round(math.sqrt(1.8 * height / (boxes[0].width + _GUTTER))))
     length, longer = divmod(count, number)

@@ -1,14 +1,18 @@
-"""Draw lines beside a column of boxes: skips and ties within it.
+"""Show skips and ties: as lines beside a column of boxes, or as letters.
 
 Each line leaves a box on the right, runs down a lane of its own and comes back. Lanes
 of long lines are further out. All labels stand right of all lanes, at a height where
 their line passes, so no label is crossed by a line.
+
+What cannot be drawn as a line has a letter: a value that goes to many stages, or from one column of
+the picture to another, and parameters tied between columns. Boxes say "reads A" and "sends A", and
+a list says what A is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.viz.palette import LIGHT
 from fxpipe.viz.pipe_picture.outline import Crossing, Outline, Tie, ranges_text
@@ -111,7 +115,8 @@ def draw_lanes(lanes: Sequence[Lane], left: float) -> tuple[list[Item], float]:
             items.append(Line(points, lane.colour, 1.3, dash, arrow=not lane.is_tie))
             start = (x, end[1])  # the next one branches off here
         if lane.is_tie:
-            items += (_knob(point, lane.colour) for point in (lane.start, *lane.ends))
+            knobs = (lane.start, *lane.ends)
+            items += (Box(x - 2.5, y - 2.5, 5, 5, lane.colour, radius=2.5) for x, y in knobs)
         y = _free_height(lane, taken)
         taken.append((y, y + len(lane.lines) * _STEP))
         labels.append(Line(((x, y), (right + 2, y)), lane.colour, 0.8, "1 2"))
@@ -121,11 +126,6 @@ def draw_lanes(lanes: Sequence[Lane], left: float) -> tuple[list[Item], float]:
             labels.append(Label(right + 5, base, text, _TEXT, lane.colour))
             width = max(width, right + 5 + text_width(text, _TEXT))
     return [*items, *labels], width
-
-
-def _knob(place: Anchor, colour: str) -> Box:
-    x, y = place
-    return Box(x - 2.5, y - 2.5, 5, 5, colour, radius=2.5)
 
 
 def _assign(lanes: Sequence[Lane]) -> list[int]:
@@ -163,15 +163,11 @@ class Letters:
     `reads` and `sends` have lines for the boxes of stages, `lines` is the list.
     """
 
-    crossings: frozenset[Crossing]
-    ties: frozenset[Tie]
-    reads: Mapping[int, tuple[str, ...]]
-    sends: Mapping[int, tuple[str, ...]]
-    lines: tuple[str, ...]
-
-    @staticmethod
-    def none() -> Letters:
-        return Letters(frozenset(), frozenset(), {}, {}, ())
+    crossings: frozenset[Crossing] = frozenset()
+    ties: frozenset[Tie] = frozenset()
+    reads: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    sends: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
 
 
 def give_letters(outline: Outline, column_of: Mapping[int, int]) -> Letters:

@@ -96,7 +96,6 @@ class Crossing:
     name: str
     spec: str
     size: str
-    has_gradient: bool
     source_part: int | None
     target_parts: tuple[int, ...]
     title: str = ""
@@ -177,7 +176,8 @@ def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outlin
     shortest = {"stages": 2, "blocks": 3, "nodes": None}[depth]
     found = [find_parts(s.module, s.facts, sizes, shortest_run=shortest) for s in pipe.stages]
     parameters = [sum(p.numel() for p in s.module.parameters()) for s in pipe.stages]
-    load, name = _load(times, flops, parameters)
+    known_loads = ((times, "time"), (flops, "FLOPs"), (parameters, "parameters"))
+    load, name = next((load, name) for load, name in known_loads if load is not None)
     whole = sum(load) or 1.0
     stages = tuple(
         StageOutline(
@@ -194,29 +194,14 @@ def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outlin
         for stage in pipe.stages
     )
     crossings, shared = _crossings(pipe, found, sizes)
-    known = tuple((symbol, sizes[symbol]) for symbol in _symbols(pipe, sizes))
-    return Outline(depth, stages, crossings, shared, _ties(pipe, found), name, known)
-
-
-def _symbols(pipe: Pipe, sizes: Mapping[str, int]) -> list[str]:
-    """The symbols with a value that some boundary depends on."""
-    used = {
-        symbol
-        for interface in pipe.interfaces
-        for sent in interface.sent
-        for symbol in sent.port.spec.symbols
-    }
-    return [symbol for symbol in pipe.info().symbols if symbol in used and symbol in sizes]
-
-
-def _load(
-    times: Sequence[float] | None, flops: Sequence[float] | None, parameters: Sequence[int]
-) -> tuple[Sequence[float], str]:
-    if times is not None:
-        return times, "time"
-    if flops is not None:
-        return flops, "FLOPs"
-    return parameters, "parameters"
+    ties = tuple(
+        Tie(tuple((stage, found[stage].holder_of(name), name) for stage, name in tied.locations))
+        for tied in pipe.tied
+    )
+    sent = [sent for interface in pipe.interfaces for sent in interface.sent]
+    used = {symbol for one in sent for symbol in one.port.spec.symbols}
+    known = tuple((s, sizes[s]) for s in pipe.info().symbols if s in used and s in sizes)
+    return Outline(depth, stages, crossings, shared, ties, name, known)
 
 
 def _crossings(
@@ -241,7 +226,6 @@ def _crossings(
                     name=name,
                     spec=str(spec),
                     size=size,
-                    has_gradient=spec.requires_grad,
                     source_part=found[interface.stage].source_of(name),
                     target_parts=found[target].readers_of(name),
                     title=title,
@@ -284,13 +268,6 @@ def _outputs(stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
             makers = () if maker is None else (maker,)
             found += [Terminal(str(spec), makers) for spec in stage.facts.tensors(source)]
     return tuple(found)
-
-
-def _ties(pipe: Pipe, found: Sequence[StageParts]) -> tuple[Tie, ...]:
-    return tuple(
-        Tie(tuple((stage, found[stage].holder_of(name), name) for stage, name in tied.locations))
-        for tied in pipe.tied
-    )
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

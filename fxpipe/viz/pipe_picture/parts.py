@@ -127,7 +127,7 @@ def _titles(module: fx.GraphModule, facts: Facts) -> dict[str, str]:
         elif node.target is operator.getitem and isinstance(source, fx.Node):
             title = f"{titles[source.name]}[{_index_text(node.args[1])}]"
         else:
-            what = _target_text(node).rstrip("_")
+            what = str(getattr(node.target, "__name__", node.target)).rstrip("_")
             title = f"{facts[node].owner}: {what}" if facts[node].owner else what
         counts[title] = counts.get(title, 0) + 1
         titles[node.name] = title if counts[title] == 1 else f"{title} ({counts[title]})"
@@ -231,10 +231,6 @@ def _is_question(node: fx.Node) -> bool:
     if node.op == "call_function":
         return getattr(node.target, "__name__", "") in ("device_of", "like")
     return node.op == "call_method" and node.target == "size"
-
-
-def _target_text(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _join_runs(

@@ -5,7 +5,7 @@ from tests.viz.pipes import outline_of, shared_outline
 def test_nothing_has_a_letter_in_one_column():
     outline = outline_of("unet")
 
-    assert give_letters(outline, dict.fromkeys(range(4), 0)) == Letters.none()
+    assert give_letters(outline, dict.fromkeys(range(4), 0)) == Letters()
 
 
 def test_what_changes_column_has_a_letter():

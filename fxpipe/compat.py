@@ -10,7 +10,7 @@ ends it. The private names are thin views of ours: an `_Action` is an `Action` w
 order of arguments and attributes, a `_ComputationType` names a `Kind`.
 
 What drives torch's stages itself, microbatch by microbatch, runs inside `register_custom_function`
-(see `fxpipe.chunk_calls`). What reads torch's private buffers finds none.
+(see `fxpipe.stage`). What reads torch's private buffers finds none.
 
 torch's private passes take and give orders, `{rank: [_Action | None, ...]}` for a whole pipeline or
 the list of one rank; the work is done by `fxpipe.program`. A program that computes a backward whole
@@ -29,7 +29,6 @@ from typing import Any
 import torch.distributed
 
 from fxpipe import errors, microbatch, schedules, stage
-from fxpipe.chunk_calls import _PipelineContext
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import markers, pipe
 from fxpipe.program import (
@@ -53,6 +52,7 @@ from fxpipe.program.formats.torch_actions import (
 from fxpipe.program.fuse import join_halves
 from fxpipe.program.parameters import add_reductions, add_sharding
 from fxpipe.schedules import PipelineScheduleSingle, get_schedule_class
+from fxpipe.schedules.orders import _PipelineContext
 from fxpipe.stage import _PipelineStageBase
 
 __all__ = ["install", "uninstall"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.chunk_calls import CustomFunction, NothingToReceive, _PipelineContext, doing
 from fxpipe.errors import ScheduleError
 from fxpipe.program import Program, validate
 from fxpipe.program.formats.text import rows_of_csv, write_csv
@@ -24,9 +24,9 @@ from fxpipe.program.formats.torch_actions import (
 from fxpipe.runtime.agree.arguments import count_ranks
 from fxpipe.runtime.stage.executor import ActionContext
 from fxpipe.schedules.base import Schedule
-from fxpipe.stage import PipelineStage
+from fxpipe.stage import PipelineStage, doing
 
-__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle"]
+__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "_PipelineContext"]
 
 
 class PipelineScheduleSingle(Schedule):
@@ -46,6 +46,32 @@ class PipelineScheduleSingle(Schedule):
         chunking = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stage, n_microbatches, loss_fn, *chunking, scale_grads, **options)
         self._stage = self._stages[0]
+
+
+@dataclass
+class _PipelineContext:
+    """What a function given to `register_custom_function` gets beside the action.
+
+    `default()` does the action our way. The lists hold one entry per microbatch, for what this
+    rank was passed; `losses` is filled when the step is over.
+    """
+
+    schedule_ref: Any
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+    losses: list[Any] | None = None
+    default: Callable[[], None] = lambda: None
+
+
+class _NothingToReceive(dict[Any, Any]):
+    """torch's table of open receives: all that is asked for has come, or will be waited for."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def pop(self, key: Any, default: Any = None) -> list[Any]:
+        return []
 
 
 class _Filled(dict[int, Sequence[Any]]):
@@ -86,7 +112,7 @@ class PipelineScheduleMulti(Schedule):
         self.use_full_backward = use_full_backward
         self.pp_group_size = count_ranks(self._stages, self.schedule_name)
         self.rank = self._stages[0].group_rank
-        self.fwd_recv_ops, self.bwd_recv_ops = NothingToReceive(), NothingToReceive()
+        self.fwd_recv_ops, self.bwd_recv_ops = _NothingToReceive(), _NothingToReceive()
         self.backward_counter: Counter[int] = Counter()
 
     @property
@@ -116,12 +142,14 @@ class PipelineScheduleMulti(Schedule):
         self.pipeline_order = {rank: list(computes_of(row)) for rank, row in order.items()}
 
     def register_custom_function(
-        self, computation_type: _ComputationType, custom_function: CustomFunction
+        self,
+        computation_type: _ComputationType,
+        custom_function: Callable[[_Action, _PipelineContext], None],
     ) -> None:
         """Let `custom_function(action, context)` do the actions of a kind, as torch names it.
 
         In it the stages' `forward_one_chunk` and `backward_one_chunk`, or `context.default()`,
-        do our work for the action; see `fxpipe.chunk_calls`.
+        do our work for the action; see `fxpipe.stage`.
         """
 
         def run(context: ActionContext) -> None:

@@ -29,7 +29,7 @@ def planned(widths, schedule, per_rank, limit=None, ranks=2):
     rows = torch.zeros(64, widths[0], device="meta")
     return plan(
         chain(widths), (rows,), BARE, ranks, 64 * 8, limit, schedules=[schedule], data_parallel=1,
-        stages_per_rank=(per_rank,), checkpointing="none", microbatch_sizes=(64,),
+        stages_per_rank=(per_rank,), checkpointing="none", microbatch_sizes=(64,), offload=0,
     )  # fmt: skip
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import fx
 
-from fxpipe.errors import TraceError
 from fxpipe.graph.calls.graph_calls import Constant, Rebuild
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.facts import Facts, map_pairs
 from fxpipe.graph.interface import TensorSpec
+from fxpipe.graph.markers import pipe_split
 from fxpipe.graph.nested import walk
 
 __all__ = ["TrainingFlag", "choose", "flag_of", "merge_modes"]
@@ -57,11 +57,7 @@ def flag_of(owner: str, flags: Collection[str]) -> str:
 
 
 def merge_modes(training: TracedGraph, evaluation: TracedGraph) -> None:
-    """Change the graph of a trace in training mode so that it also evaluates.
-
-    Raises:
-        TraceError: the two modes differ in a way that one graph cannot express.
-    """
+    """Change the graph of a trace in training mode so that it also evaluates."""
     _Merge(training, evaluation).run()
 
 
@@ -103,12 +99,6 @@ class _Merge:
             ours.kwargs = self._joined(ours.kwargs, theirs.kwargs, ours)
         known, other = self._facts[ours], self._their_facts[theirs]
         self._facts.learn(ours, spec=self._common(known.spec, other.spec))
-        if other.ambient != known.ambient:
-            raise TraceError(
-                f"{ours.name} at {known.where} runs under different autocast or "
-                "gradient settings in training and in evaluation\n"
-                "keep this code inside a submodule that is not split"
-            )
 
     def _only_here(self, node: fx.Node) -> None:
         if node.op not in ("placeholder", "get_attr", "output"):
@@ -197,4 +187,6 @@ def _key(node: fx.Node, facts: Facts) -> Hashable:
         return "output"
     known = facts[node]
     shape = tuple(path for path, _ in walk(known.spec))
-    return (node.op, target, len(node.args), known.owner, shape)
+    runs = node.op not in ("placeholder", "get_attr") and target is not pipe_split
+    ambient = known.ambient if runs else None
+    return (node.op, target, len(node.args), known.owner, shape, ambient)

@@ -23,12 +23,12 @@ from torch import fx
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, given
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
-from fxpipe.graph.capture.train_eval import ModeDependent
+from fxpipe.graph.capture.train_eval import ModeDependent, choose
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.facts import Facts, leaves_of
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.markers import pipe_split
-from fxpipe.graph.nested import branch
+from fxpipe.graph.nested import branch, walk
 
 __all__ = [
     "Flow",
@@ -45,6 +45,11 @@ def is_free(node: fx.Node, facts: Facts) -> bool:
         node = node.args[0]  # type: ignore[assignment]
     if node.op in ("placeholder", "get_attr"):
         return True
+    if node.target is choose:  # a number of either mode does not travel: each stage asks its flag
+        return not any(
+            isinstance(leaf, (TensorSpec, ModeDependent, sympy.Basic))
+            for _, leaf in walk(facts[node].spec)
+        )
     return node.op == "call_function" and isinstance(node.target, (Constant, Rebuild))
 
 

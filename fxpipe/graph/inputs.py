@@ -194,6 +194,15 @@ class InputSignature:
             )
         return values
 
+    def unmet(self, named: Mapping[str, Any]) -> list[sympy.Basic]:
+        """Return the conditions on sizes that do not hold for inputs."""
+        values: dict[str, int] = {}
+        unsolved: list[tuple[str, Dim, int]] = []
+        for name, expected in self.example.items():
+            _compare((("item", name),), expected, named[name], values, unsolved, [])
+        _solve(unsolved, values)
+        return [c for c in self.conditions if _condition_faults([c], values)]
+
     def _is_default(self, name: str, value: object) -> bool:
         default = next((p for p in self.parameters if p.name == name), None)
         if has_tensor(value) or _has_spec(value):

@@ -35,6 +35,7 @@ from fxpipe.graph.capture.dtype_following import (
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import merge_modes
+from fxpipe.graph.dims import free_names, text
 from fxpipe.graph.inputs import name_call, parameters_of
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.record.constant_values import ValueDecidesError
@@ -203,6 +204,13 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
             if isinstance(error, DATA_DEPENDENT):
                 failure = ValueDecidesError(a_value_decides("the model", failing_frame(error)))
         else:
+            # A size of 1 is traced as another one, for which the model may do something else.
+            unmet = made.inputs.unmet(task.named)
+            fitting = attempt.fixing(*_unmet_text(unmet)) if unmet else attempt
+            if len(fitting.dims) < len(attempt.dims):
+                settings = dataclasses.replace(settings, why="with sizes of the example fixed")
+                attempt = fitting
+                continue
             # With all sizes open a model may insist on the batch; alone it may be free.
             faults = attempt.faults(made.inputs.sizes)
             if not faults or found is not None:
@@ -226,6 +234,12 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
             "dimension static in dynamic_shapes (Dim.AUTO leaves the choice to the model)"
         )
     return found
+
+
+def _unmet_text(unmet: Collection[Any]) -> tuple[set[str], str]:
+    names = {name for condition in unmet for name in free_names(condition)}
+    conditions = " and ".join(text(condition) for condition in unmet)
+    return names, f"the model does something else than for the example where {conditions}"
 
 
 def _why(error: Exception) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import sympy
@@ -66,6 +66,11 @@ class Wishes:
     def fixed(self, reason: str) -> Wishes:
         """Return no wishes at all."""
         return self._fixed(dict.fromkeys(self.dims, reason))
+
+    def fixing(self, names: Collection[str], reason: str) -> Wishes:
+        """Return the wishes without the dimensions in which one of some sizes occurs."""
+        places = [place for place, size in self.dims.items() if free_names(size) & set(names)]
+        return self._fixed(dict.fromkeys(places, reason))
 
     def without(self, sizes: Iterable[InputSize]) -> Wishes:
         """Return the wishes without the dimensions that turned out to be fixed."""

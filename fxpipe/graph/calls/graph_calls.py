@@ -309,9 +309,14 @@ class Observed(GraphCall):
 
 
 class Kept(GraphCall):
-    """A callable that leaves a value where opened code does: in a module, an object, a dict."""
+    """A callable that leaves a value where opened code does: in a module, an object, a dict.
 
-    def __init__(self, holder: Any, key: Any) -> None:
+    With `refills` it puts the parts of a list into the list that is there. A run on fake
+    tensors leaves nothing.
+    """
+
+    def __init__(self, holder: Any, key: Any, *, refills: bool = False) -> None:
+        self._refills = refills
         super().__init__(f"keep_{key}" if str(key).isidentifier() else "keep")
         # Weakly: a stage keeps no module alive that it does not run.
         is_module = isinstance(holder, nn.Module)
@@ -320,8 +325,13 @@ class Kept(GraphCall):
 
     def __call__(self, value: Any) -> None:
         holder = self._holder()
-        if holder is not None:
-            (holder if isinstance(holder, dict) else vars(holder))[self._key] = value
+        if holder is None or has_no_values(value) or isinstance(torch.empty(0), FakeTensor):
+            return
+        place = holder if isinstance(holder, dict) else vars(holder)
+        if self._refills:
+            place[self._key][:] = value
+        else:
+            place[self._key] = value
 
     def __reduce__(self) -> Any:
         return given, (None,)

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
+import sympy
 from torch import nn
 
 from fxpipe.errors import FxpipeError, TraceError
@@ -236,7 +237,7 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
     return found
 
 
-def _unmet_text(unmet: Collection[Any]) -> tuple[set[str], str]:
+def _unmet_text(unmet: Collection[sympy.Basic]) -> tuple[set[str], str]:
     names = {name for condition in unmet for name in free_names(condition)}
     conditions = " and ".join(text(condition) for condition in unmet)
     return names, f"the model does something else than for the example where {conditions}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import SplitError
+from fxpipe.errors import SplitError, TraceError
 from fxpipe.graph.calls.attention_masks import watched_masks
 from fxpipe.graph.calls.late_lists import watched_lists
 from fxpipe.graph.calls.value_functions import Found, watched_functions
@@ -143,10 +143,15 @@ def run_once(
             for part in module.modules():
                 part.training = training
         fakes = sizes.fake(cast_inputs(task.named, cast or {}), on_trace_device)
-        trace = _recorded(task, settings, mode, sizes, state, fakes)
+        given = {name: _contents(value) for name, value in fakes.items()}
+        try:
+            trace = _recorded(task, settings, mode, sizes, state, fakes)
+        finally:
+            _check_inputs(given, fakes)
         _check_opened(task, settings, trace)
         if trace.carried:
             decided = sizes.decisions()
+            trace.reads.empty_caches()
             with suppress(Exception):
                 forgive_carried(trace, _recorded(task, settings, mode, sizes, state, fakes))
             sizes.forget(decided)
@@ -193,6 +198,26 @@ def _recorded(
             task.failed_in.append(trace.failed_in)
             raise
     return trace
+
+
+def _check_inputs(given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if the model has put other things into the lists and dicts that it was given."""
+    for name, before in given.items():
+        if _contents(now[name]) != before:
+            raise TraceError(
+                f"the model changes what is in its input {name!r}, a {type(now[name]).__name__}; a "
+                "stage would do that to a copy of its own\ngive it tensors, or have the model make "
+                "a list or dict of its own: dict(inputs), list(inputs)"
+            )
+
+
+def _contents(value: Any) -> Any:
+    """Describe what is in plain lists and dicts."""
+    if type(value) in (list, tuple):
+        return [_contents(part) for part in value]
+    if type(value) is dict:
+        return [(key, _contents(part)) for key, part in value.items()]
+    return id(value)
 
 
 def _check_opened(task: Task, settings: Settings, trace: Trace) -> None:
@@ -249,7 +274,8 @@ def _check_called(splits: Mapping[str, SplitPoint], called: set[str]) -> None:
     never = [name for name in splits if name not in called]
     if never:
         raise SplitError(
-            "split_spec names modules that are never called with these inputs: "
+            "split_spec names modules that are never called with these inputs, or only inside "
+            "torch.vmap or an autograd function: "
             + ", ".join(map(repr, never))
             + "\nname a module whose forward runs (for a ModuleList, one of its entries)"
         )

@@ -14,13 +14,13 @@ import types
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxpipe.graph.calls.checks import AgreedSizes
 from fxpipe.graph.calls.graph_calls import GraphCall, Kept, Refusal
 from fxpipe.graph.facts import map_pairs
 from fxpipe.graph.guard.reads import find
-from fxpipe.graph.nested import closed_over, is_atom
+from fxpipe.graph.nested import SYMBOLIC, closed_over, is_atom
 from fxpipe.graph.record.recorder import Trace
 
 __all__ = ["forgive_carried"]
@@ -28,10 +28,12 @@ __all__ = ["forgive_carried"]
 
 def forgive_carried(first: Trace, second: Trace) -> None:
     """Drop the first run's refusals of what it carries, if the second did the same."""
-    left = [
-        (carried.value, find(carried.read.holder, carried.read.name)[1])
-        for carried in first.carried
-    ]
+    left = []
+    for carried in first.carried:
+        now = find(carried.read.holder, carried.read.name)[1]
+        if type(now) is dict and now is carried.read.value:
+            return  # filled in place: a stage fills only lists again
+        left.append((carried.value, now))
     if not all(_is_alike(*pair) for pair in left) or not _did_the_same(first, second):
         return
     faults = {carried.fault for carried in first.carried}
@@ -46,6 +48,14 @@ def _is_alike(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         sizes = [[str(size) for size in tensor.shape] for tensor in (one, other)]
         return sizes[0] == sizes[1] and one.dtype == other.dtype
+    if isinstance(one, SYMBOLIC) and isinstance(other, SYMBOLIC):
+        return str(one) == str(other)
+    if isinstance(one, nn.Module):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return list(one) == list(other) and all(map(_is_alike, one.values(), other.values()))
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_alike, one, other))
     return is_atom(one) and type(one) is type(other) and bool(one == other)
 
 

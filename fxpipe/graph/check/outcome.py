@@ -184,6 +184,8 @@ class Subject:
                     inside = before[key][1]
                     if inside is None or inside == contents(value):
                         continue
+                if all(isinstance(leaf, nn.Module) for _, leaf in walk(value)):
+                    continue  # a list of the model's own parts
                 found[f"attribute {f'{name}.{key}' if name else key}"] = snapshot(value)
         return found
 

@@ -19,8 +19,10 @@ import contextvars
 import dataclasses
 import dis
 import functools
+import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
@@ -77,6 +79,7 @@ class Reads:
         self._on_read = on_read
         self.names = {id(part): name for name, part in module.named_modules()}
         self.noted: dict[tuple[int, str], Read] = {}
+        self.caches: list[Read] = []
         self._free = FreeReads(self._watch_global)
         self.asked = self._free.asked
         self._far: set[int] = set()
@@ -96,6 +99,9 @@ class Reads:
                     self._watch(kind)
             for name, original in usual.items():
                 self._stack.enter_context(patched(torch, name, self._setting(name, original)))
+            environ = type(os.environ)
+            watched = self._environment(environ.__getitem__)
+            self._stack.enter_context(patched(environ, "__getitem__", watched))
             yield
 
     def note(self, holder: Any, name: str) -> None:
@@ -109,6 +115,9 @@ class Reads:
         if is_ours(sys._getframe(2).f_code.co_filename):
             return
         home, value = find(holder, name)
+        if isinstance(value, functools.cached_property):
+            self._free.note(value.func)
+            home, value = "", MISSING
         if home == "class" and hasattr(type(value), "__get__"):
             self._free.note(value)  # a method or a property
             return
@@ -116,12 +125,31 @@ class Reads:
             return
         self._free.note(value)
         self.noted[key] = Read(holder, name, home, value, _inside(value), user_frame())
+        if home == "":
+            self._computed(holder, name)
         for part in value if type(value) in (list, tuple) else (value,):
             if _is_object(part):
                 self.names.setdefault(
                     id(part), f"{self.names.get(id(holder), '')}.{name}".strip(".")
                 )
                 self._watch(type(part))
+
+    def _computed(self, holder: Any, name: str) -> None:
+        """Take note of what a `__getattr__` of the user's returns."""
+        made = getattr(type(holder), "__getattr__", None)
+        if made is None or made is nn.Module.__getattr__:
+            return
+        with suppress(Exception):
+            value = getattr(holder, name)
+            if is_atom(value):
+                found = weakref.ref(holder) if isinstance(holder, nn.Module) else lambda: holder
+                text = f"{self.names.get(id(holder), '')}.{name}".strip(".")
+
+                def ask() -> Any:
+                    held = found()
+                    return value if held is None else getattr(held, name)
+
+                self.asked.setdefault((id(holder), name), Asked(text, ask, value, user_frame()))
 
     def note_code(self, frame: Any) -> None:
         """Take note of what the user's code that is running can read, up to the module's call."""
@@ -145,6 +173,19 @@ class Reads:
     def forget(self, read: Read) -> None:
         """Have nobody compare an attribute, as for a cache that the code fills itself."""
         del self.noted[id(read.holder), read.name]
+
+    def empty_caches(self) -> None:
+        """Put back what was in caches before the run."""
+        for read in self.caches:
+            place = getattr_dict(read.holder)
+            place = place[read.home] if read.home in _PLACES else place
+            if read.value is MISSING:
+                place.pop(read.name, None)
+            elif read.home != "class":
+                place[read.name] = read.value
+                if type(read.value) is dict:
+                    for key in [key for key in read.value if key not in read.inside[0]]:
+                        del read.value[key]
 
     def carried(self) -> Iterator[tuple[Read, Any]]:
         """Yield what the code read and then changed, with the new value.
@@ -194,6 +235,19 @@ class Reads:
             return value
 
         return ask
+
+    def _environment(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(environ: Any, name: str) -> Any:
+            key = ("environment", name)
+            if environ is os.environ and self._is_opened() and key not in self.asked:
+                value = None
+                with suppress(KeyError):
+                    value = original(environ, name)
+                ask = functools.partial(os.environ.get, name)
+                self.asked[key] = Asked(f"os.environ[{name!r}]", ask, value, user_frame())
+            return original(environ, name)
+
+        return read
 
 
 def find(holder: Any, name: str) -> tuple[str, Any]:
@@ -289,10 +343,15 @@ class FreeReads:
             self._seen[id(function)] = function
             code = function.__code__
             place = Place(code.co_filename, code.co_firstlineno)
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-                self._value(
-                    name, functools.partial(getattr, cell, "cell_contents"), id(cell), place
-                )
+            cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+            for name, cell in cells.items():
+                ask = functools.partial(getattr, cell, "cell_contents")
+                self._value(name, ask, id(cell), place)
+            for mention in _mentions(code):
+                if mention.name in cells and mention.attribute not in _CHANGES:
+                    cell = cells[mention.name]
+                    ask = functools.partial(getattr, cell, "cell_contents", None)
+                    self._container(mention.name, ask, id(cell), mention.place)
             self.note_code(code, function.__globals__)
 
     def note_code(self, code: types.CodeType, names: dict[str, Any]) -> None:
@@ -369,7 +428,7 @@ def _all_mentions(code: types.CodeType) -> Iterator[_Mention]:
             is_part = step.opname in ("LOAD_ATTR", "LOAD_METHOD")
             yield _Mention(name, step.argval if is_part else "", Place(code.co_filename, line))
         line = (step.positions and step.positions.lineno) or line
-        name = step.argval if step.opname == "LOAD_GLOBAL" else ""
+        name = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF") else ""
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _all_mentions(constant)

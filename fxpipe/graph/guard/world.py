@@ -138,11 +138,19 @@ class World:
         for (_, home), found in grouped.items():
             world._attributes(home, found, reads.names.get(id(found[0].holder), ""))
         for name, part in opened.items():
+            world._forward(part, name)
             for kind in HOOKS if not isinstance(part, torch.jit.ScriptModule) else ():
                 world._hooks(vars(part)[kind], name, kind)
         for asked in reads.asked.values():
             world._asked(asked)
         return world
+
+    def _forward(self, part: nn.Module, name: str) -> None:
+        home, now = find(part, "forward")
+        if home == "class" and hasattr(now, "__code__"):
+            place = Place(now.__code__.co_filename, now.__code__.co_firstlineno)
+            read = Read(part, "forward", home, now, None, place)
+            self._identity(read, now, f"{name}.forward".strip("."), None)
 
     def joined(self, other: World) -> World:
         """Return what either of two graphs relies on."""

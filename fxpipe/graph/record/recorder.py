@@ -22,6 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import Applied, Mapped, Scripted, function_modes
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
@@ -40,7 +41,7 @@ from fxpipe.graph.record.writer import Writer
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.sandbox.patches import Seer
 from fxpipe.graph.sizes.symbols import Sizes
-from fxpipe.graph.source_line import is_users
+from fxpipe.graph.source_line import is_users, user_frame
 from fxpipe.torch_inside import FakeTensorMode
 
 __all__ = ["Trace"]
@@ -104,7 +105,7 @@ class Trace(TorchFunctionMode, Seer):
 
     def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = self._running.name_of(module)
-        if name is not None:
+        if name is not None and not self._running.is_busy:
             self.called.add(name)
         if isinstance(module, torch.jit.ScriptModule):
             call = functools.partial(self._scripted, call)
@@ -189,6 +190,11 @@ class Trace(TorchFunctionMode, Seer):
 
     def on_pipe_split(self) -> None:
         """Take note of a `pipe_split()` that ran."""
+        if self._running.is_busy:
+            raise SplitError(
+                f"pipe_split() at {user_frame()} is inside torch.vmap or an autograd function, "
+                "which stay in one piece; put it before or behind"
+            )
         if self._running.leaves:
             self.writer.want_open()
         else:

@@ -8,31 +8,27 @@ Other attributes are not followed. One that the code reads and then changes carr
 state to the next run: a tensor, a count, `None` that becomes a tensor. It is refused, unless a
 second run shows that it makes no difference (`capture/second_run.py`).
 Not so a cache: tensors in it depend on sizes and constants alone, and a stage computes
-and stores them anew each time. A number that is only written is told to the log.
+and stores them anew each time. What is only written is left there by a node as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpipe.graph.calls.graph_calls import Kept
-from fxpipe.graph.guard.reads import Read, Reads
-from fxpipe.graph.nested import is_atom, walk
+from fxpipe.graph.guard.reads import MISSING, Read, Reads
+from fxpipe.graph.nested import SYMBOLIC, contents, is_atom, snapshot, walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.source_line import Place
-from fxpipe.torch_inside import HOOKS, buffers_of
+from fxpipe.torch_inside import HOOKS, buffers_of, parameters_of
 
 __all__ = ["Carried", "StateWatch", "hook_count"]
-
-_log = logging.getLogger(__name__)
-_PLAIN = (bool, int, float, str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,8 +52,15 @@ class StateWatch:
         self._state = state
         self._all = list(module.modules())
         self._hooks = hook_count(self._all)
-        self._before = {name: dict(vars(part)) for name, part in self._modules.items()}
-        self._plain = {name: _plain_attributes(part) for name, part in self._modules.items()}
+        self._names = _state_names(self._modules)
+        self._lists = {
+            (name, key): contents(value)
+            for name, part in self._modules.items()
+            for key, value in vars(part).items()
+            if type(value) is list
+        }
+        self._named = list(module.named_modules(remove_duplicate=False))
+        self._before = {name: dict(vars(part)) for name, part in self._named}
 
     def finish(self, reads: Reads, tape: Tape) -> tuple[list[str], list[Carried]]:
         """Write what opened code leaves behind; return what cannot be, as text and one by one."""
@@ -71,21 +74,20 @@ class StateWatch:
 
     def _write(self, tape: Tape) -> list[str]:
         """Write what the opened code assigned; return what cannot be written, as text."""
-        for name, before in self._plain.items():
-            now = _plain_attributes(self._modules[name])
-            changed = sorted(key for key in now.keys() & before.keys() if now[key] != before[key])
-            if changed:
-                _log.warning(
-                    "the forward of %s changes its attributes %s; stages keep the traced values",
-                    name or "the model",
-                    ", ".join(changed),
-                )
-        for name, part in self._modules.items():
-            for key, value in vars(part).items():
-                if self._before[name].get(key) is not value and isinstance(value, torch.Tensor):
-                    tape.keep(part, key, value)
+        puts_hooks = hook_count(self._all) != self._hooks
+        for name, part in self._named:
+            for key, value in list(vars(part).items()):
+                if name not in self._modules and not _has_known(value, tape):
+                    continue  # a leaf sets its own when it runs
+                is_new = self._before[name].get(key, MISSING) is not value
+                is_other = (name, key) in self._lists and contents(value) != self._lists[name, key]
+                if puts_hooks and type(value) is bool:
+                    continue  # it remembers that the hooks are there
+                if (is_new or is_other) and _may_be_left(value):
+                    tape.keep(part, key, value, refills=not is_new)
         places = dict(self._places())
-        faults = []
+        made = sorted(_state_names(self._modules) - self._names)
+        faults = [_made_fault(made)] if made else []
         for slot in self._state.reassigned():
             if id(slot.place) not in places:
                 continue
@@ -117,7 +119,8 @@ class StateWatch:
             name = f"{owner}.{read.name}" if owner else read.name
             change = "changes what is in it" if now is read.value else f"makes it {_text(now)}"
             fault = _carried_fault(name, read.value, change, read.place)
-            found.append(Carried(read, now, fault))
+            is_container = type(now) in (list, tuple, dict)
+            found.append(Carried(read, snapshot(now) if is_container else now, fault))
         return found
 
     def _places(self) -> Iterator[tuple[int, tuple[str, bool]]]:
@@ -162,6 +165,7 @@ def _carried_fault(name: str, value: object, change: str, place: Place) -> str:
 def _keep_cache(reads: Reads, read: Read, now: object, tape: Tape) -> None:
     """Have stages fill a cache as the code does; what is in it decides nothing for them."""
     reads.forget(read)
+    reads.caches.append(read)
     if isinstance(now, torch.Tensor) and not isinstance(read.holder, nn.Module):
         tape.keep(read.holder, read.name, now)
     elif isinstance(now, dict) and now is read.value:
@@ -177,12 +181,36 @@ def _text(value: object) -> str:
     return text if len(text) < 40 else f"a {type(value).__name__}"
 
 
-def _plain_attributes(module: nn.Module) -> Mapping[str, object]:
+def _has_known(value: object, tape: Tape) -> bool:
+    if type(value) not in (list, tuple, dict) and not isinstance(value, torch.Tensor):
+        return False
+    return any(isinstance(leaf, torch.Tensor) and tape.knows(leaf) for _, leaf in walk(value))
+
+
+def _may_be_left(value: Any) -> bool:
+    """Say whether a node can leave a value on a module: a tensor, a number, lists of them."""
+    if isinstance(value, SYMBOLIC):
+        return bool(value.node.has_hint())  # no number that comes from data
+    if type(value) in (list, tuple, dict):
+        return all(map(_may_be_left, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor) or is_atom(value)
+
+
+def _state_names(modules: Mapping[str, nn.Module]) -> set[str]:
     return {
-        key: value
-        for key, value in vars(module).items()
-        if type(value) in _PLAIN and key != "training"
+        f"{name}.{key}" if name else key
+        for name, part in modules.items()
+        for place in (parameters_of(part), buffers_of(part))
+        for key, value in place.items()
+        if value is not None
     }
+
+
+def _made_fault(names: Sequence[str]) -> str:
+    return (
+        f"the forward of code that is split makes {', '.join(names[:4])} when it first runs\n"
+        "run the model once with these inputs, then call pipeline()"
+    )
 
 
 def _is_alike(new: object, old: torch.Tensor) -> bool:

@@ -212,8 +212,18 @@ class Tape:
             node = self.write("call_function", overwrite, (self._state[name], value), {})
         self.facts.learn(node, owner=owner, writes=frozenset({name}))
 
-    def keep(self, holder: object, key: object, value: torch.Tensor) -> None:
-        """Write that a tensor is left in a module, object or dict, right behind what made it."""
+    def keep(self, holder: object, key: object, value: object, *, refills: bool = False) -> None:
+        """Write that a value is left in a module, object or dict.
+
+        A tensor is left there right behind what made it; nothing is written of one that no
+        recorded operation made.
+        """
+        if not isinstance(value, torch.Tensor):
+            tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, torch.Tensor)]
+            if all(map(self.knows, tensors)):
+                kept = Kept(holder, key, refills=refills)
+                self.write("call_function", kept, (self.argument(value),), {})
+            return
         node = self.node_of(value) if self.knows(value) else None
         if node is not None and node.op not in ("placeholder", "get_attr"):
             with self.graph.inserting_after(self.facts.last_part(node)):

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from fxpipe.graph.nested import has_tensor
 from fxpipe.graph.sandbox.made_up import empty
-from fxpipe.torch_inside import VERSION_COUNTER, following_sizes
+from fxpipe.torch_inside import VERSION_COUNTER, following_sizes, functorch_is_active
 
 __all__ = [
     "as_node",
@@ -68,6 +68,10 @@ def effect_of(func: Any) -> str:
         return "torch.autograd.grad"
     if name in ("_pack_padded_sequence", "_pad_packed_sequence"):
         return f"{name[1:]}, whose sizes are values of its arguments"
+    if functorch_is_active():
+        return "a transform of torch.func"
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode"
     return name if name in ("backward", "set_", "share_memory_") else ""
 
 

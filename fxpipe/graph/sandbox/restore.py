@@ -7,10 +7,10 @@ saves the contents of parameters and buffers, for the rare run on real tensors.
 
 `Places` are the attributes of a model's modules and of the objects they keep, lists, dicts and
 sets, what functions and hooks close over, the attributes of its classes and the globals of the
-files that define them, each beside a copy. A run on fake tensors may leave some of them in a
-cache that the next run of the plain model would use. The walk goes from near to far and ends
-`_MOST` places beyond the modules, so that a model made of a large package is not searched for
-long. What C code keeps is not seen.
+files that define them, each beside a copy; and the states of random generators among them. A run
+on fake tensors may leave some of them in a cache that the next run of the plain model would use.
+The walk goes from near to far and ends `_MOST` places beyond the modules, so that a model made of
+a large package is not searched for long. What C code keeps is not seen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -30,7 +30,7 @@ from torch import nn
 
 from fxpipe.torch_inside import local_tensor
 
-__all__ = ["Places", "preserved", "preserved_values"]
+__all__ = ["Places", "preserved", "preserved_random", "preserved_values"]
 
 
 @contextmanager
@@ -43,15 +43,24 @@ def preserved(
     """
     places = places or Places(module, far=far)
     flags = [(p, p.requires_grad) for p in module.parameters()]
-    rng = _random_states()
+    with preserved_random():
+        try:
+            yield
+        finally:
+            places.restore()
+            for parameter, flag in flags:
+                if parameter.requires_grad != flag:
+                    parameter.requires_grad_(flag)
+
+
+@contextmanager
+def preserved_random() -> Iterator[None]:
+    """Restore the states of the process's random generators on exit."""
+    states = _random_states()
     try:
         yield
     finally:
-        places.restore()
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-        _restore_random_states(rng)
+        _restore_random_states(states)
 
 
 @contextmanager
@@ -107,6 +116,7 @@ class Places:
         self._seen: set[int] = set()
         self._held: list[tuple[Any, Any]] = []
         self._caches: dict[int, tuple[Any, int]] = {}
+        self._random: list[tuple[Callable[[Any], Any], Any]] = []
         self._code: collections.deque[Any] = collections.deque()
         self._queue: collections.deque[Any] = collections.deque(module.modules())
         self._finish_queue()
@@ -120,6 +130,8 @@ class Places:
         for cache, misses in self._caches.values():
             if cache.cache_info().misses != misses:
                 cache.cache_clear()  # it may hold fake tensors now
+        for put_back, state in self._random:
+            put_back(state)
         for place, content in self._held:
             if not _is_same(place, content):
                 _put_back(place, content)
@@ -138,6 +150,15 @@ class Places:
             self._hold(value)
         elif isinstance(value, (tuple, frozenset)):
             self._queue.extend(value)
+        elif isinstance(value, torch.Generator):
+            self._random.append((value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            self._random.append((value.setstate, value.getstate()))
+        elif type(value).__module__.startswith("numpy.random") and hasattr(value, "bit_generator"):
+            bits = value.bit_generator
+            self._random.append((functools.partial(setattr, bits, "state"), bits.state))
+        elif type(value).__module__.startswith("numpy.random") and hasattr(value, "set_state"):
+            self._random.append((value.set_state, value.get_state()))
         else:
             self._code.append(value)
 

@@ -34,7 +34,7 @@ from fxpipe.graph.record.call_keys import module_key
 from fxpipe.graph.record.tape import Constant, StageDevice
 from fxpipe.graph.sandbox.fake import FakeState, unlogged
 from fxpipe.graph.sandbox.patches import Seer, intercepted
-from fxpipe.graph.sandbox.restore import preserved, preserved_values
+from fxpipe.graph.sandbox.restore import preserved, preserved_random, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.watch import entry, observe
@@ -250,6 +250,7 @@ class Bench:
             if module is not None:
                 stack.enter_context(preserved_values(module))
                 grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+            stack.enter_context(preserved_random())
             torch.manual_seed(0)
             try:
                 yield

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from fxpipe.errors import PlanError, SplitError
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.cut import Assignment
+from fxpipe.graph.cut.flow import symbols_in
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.presets import HARDWARE
@@ -102,7 +103,7 @@ class AutoSplit:
 
     def __call__(self, traced: TracedGraph) -> Assignment:
         """Assign the nodes of a graph to stages."""
-        sizes = {**traced.hints, **(self.sizes or {})}
+        sizes = _all_sizes(traced, {**traced.hints, **(self.sizes or {})})
         costs = GraphCosts.of(traced, sizes, fused_attention=self.hardware.fuses_attention)
         load = workload_of(costs, sizes, self.hardware, self.training)
         if len(load.work.items) < self.num_stages:
@@ -122,6 +123,14 @@ class AutoSplit:
         except PlanError as error:
             raise SplitError(str(error)) from error
         return assign(load, found)
+
+
+def _all_sizes(traced: TracedGraph, known: dict[str, int]) -> dict[str, int]:
+    """Return sizes with a guess for those that depend on data: the largest of the others."""
+    used = {name for n in traced.graph.nodes for name in symbols_in((n.args, n.kwargs))}
+    for node in traced.graph.nodes:
+        used |= {name for spec in traced.facts.tensors(node) for name in spec.symbols}
+    return dict.fromkeys(used, max(known.values(), default=1)) | known
 
 
 def assign(load: Workload, found: Partition) -> Assignment:

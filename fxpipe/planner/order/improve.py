@@ -7,22 +7,21 @@ Out: `Improved`: a valid program that is never slower than the one given, what i
 Starts are the given program and every named schedule with the same placement that fits
 into the memory. From each, weight gradients are placed anew in the holes that these costs
 leave (`Orders.fill`); a list scheduler alone would lose to the hand-made patterns, so their
-order of forwards and input gradients is kept as the start. Then two searches in turn:
-one changes the order of forwards and input gradients and fills again, the other moves
-single actions, weight gradients included. Both change actions on the critical path,
-accept a worse order now and then (less and less often), and keep the best. The random
-numbers come from `seed`, and the budget counts timed actions, not seconds: same input, same result.
+order of forwards and input gradients is kept as the start. Then a search changes that order,
+mostly on the critical path, and fills again. It accepts a worse order now and then (less and
+less often), and keeps the best. The random numbers come from `seed`, and the budget counts
+timed actions, not seconds: same input, same result.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.planner.order.orders import Objective, Orders, Timing
+from fxpipe.planner.order.orders import Objective, Orders, Ranks, Timing
 from fxpipe.planner.order.schedule_bound import lower_bound
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
@@ -99,24 +98,20 @@ def improve(
     others = named_starts(program) if starts is None else list(starts)
     judge = _Judge(costs, edges, limits, objective)
     judge.consider(program, given, program.name or "the program given")
-    budget_each = budget // 2
-    ranked = _best_starts(program, others, costs, edges, limits, judge)
-    for orders, main, patience, name in ranked[:2]:
-        judge.start = name
-        share = budget_each // min(2, len(ranked))
-        goal = _bound(orders.program, costs, edges, limits, objective)
-        best = _search_fills(orders, main, patience, random.Random(seed), share, goal)
-        judge.consider_orders(orders, best.ranks)
-        best = _search_moves(orders, best, random.Random(seed + 1), share, goal)
-        judge.consider_orders(orders, best.ranks)
+    ranked = _best_starts(program, others, judge)
+    for orders, timing, _ in ranked:
+        judge.consider_orders(orders, timing)
+    for orders, timing, patience in ranked[:2]:
+        share = budget // min(2, len(ranked))
+        goal = judge.bound(orders.program)
+        found = _anneal(orders, timing, patience, random.Random(seed), share, goal)
+        judge.consider_orders(orders, found)
     if judge.best is None:
         raise PlanError(_shortage(program, given, limits))
-    best_program, timeline, start = judge.best
-    validate(best_program, edges)
-    length = _length(timeline, objective)
-    bound = min(_bound(best_program, costs, edges, limits, objective), length)
-    before = _length(given, objective)
-    return Improved(best_program, timeline, before, bound, start, objective)
+    best, timeline, start = judge.best
+    validate(best, edges)
+    bound = min(judge.bound(best), _length(timeline, objective))
+    return Improved(best, timeline, _length(given, objective), bound, start, objective)
 
 
 def limits_of(program: Program, limit: float | Sequence[float]) -> tuple[float, ...]:
@@ -139,15 +134,6 @@ def _length(timeline: Timeline, objective: Objective) -> float:
     return timeline.period if objective == "period" else timeline.makespan
 
 
-def _bound(
-    program: Program, costs: StageCosts, edges: Edges, limits: Sequence[float], objective: Objective
-) -> float:
-    """A time that no order is below; from step to step, that is the busiest rank's work."""
-    if objective == "step":
-        return lower_bound(program, costs, edges, limits)
-    return max(simulate(program, costs, edges).busy)
-
-
 def named_starts(program: Program) -> list[Program]:
     """All named schedules that place the stages as the program does."""
     ranks, stages = program.num_ranks, program.num_stages
@@ -168,7 +154,6 @@ class _Judge:
     ) -> None:
         self.costs, self.edges, self.limits, self.objective = costs, edges, limits, objective
         self.best: tuple[Program, Timeline, str] | None = None
-        self.start = ""
 
     def consider(self, program: Program, timeline: Timeline, start: str) -> None:
         slack = 1 + 1e-9
@@ -178,42 +163,38 @@ class _Judge:
         if self.best is None or length < _length(self.best[1], self.objective) * (1 - 1e-12):
             self.best = (program, timeline, start)
 
-    def consider_orders(self, orders: Orders, ranks: Sequence[Sequence[int]]) -> None:
-        program = orders.as_program(ranks, f"improved {orders.program.name}".strip())
-        self.consider(program, simulate(program, self.costs, self.edges), self.start)
+    def consider_orders(self, orders: Orders, timing: Timing) -> None:
+        start = orders.program
+        program = replace(start, ranks=timing.ranks, name=f"improved {start.name}".strip())
+        name = start.name or "the program given"
+        self.consider(program, simulate(program, self.costs, self.edges), name)
+
+    def bound(self, program: Program) -> float:
+        """A time that no order is below; from step to step, that is the busiest rank's work."""
+        if self.objective == "step":
+            return lower_bound(program, self.costs, self.edges, self.limits)
+        return max(simulate(program, self.costs, self.edges).busy)
 
 
-_Start = tuple[Orders, list[tuple[int, ...]], list[float], str]
+_Start = tuple[Orders, Timing, list[float]]
 
 
-def _best_starts(
-    program: Program,
-    others: Sequence[Program],
-    costs: StageCosts,
-    edges: Edges,
-    limits: Sequence[float],
-    judge: _Judge,
-) -> list[_Start]:
+def _best_starts(program: Program, others: Sequence[Program], judge: _Judge) -> list[_Start]:
     """Starts that fit, quickest first; each with the patience that suits it best."""
     splits = any(a.kind is Kind.BACKWARD_INPUT for p in (program, *others) for a in _parts(p))
-    found: list[tuple[float, int, _Start]] = []
-    for index, start in enumerate((program, *others)):
-        name = start.name or "the program given"
-        if index:
-            judge.consider(start, simulate(start, costs, edges), name)
+    found: list[_Start] = []
+    for start in (program, *others):
+        if start is not program:
+            timeline = simulate(start, judge.costs, judge.edges)
+            judge.consider(start, timeline, start.name or "the program given")
         variant = _split(start) if splits else start
-        orders = Orders(variant, costs, edges, limits, judge.objective)
-        options = [
-            (timing.length, patience)
-            for patience in _PATIENCE
-            if (timing := orders.fill(orders.main(), [patience] * program.num_ranks)) is not None
-        ]
+        orders = Orders(variant, judge.costs, judge.edges, judge.limits, judge.objective)
+        patiences = [[patience] * program.num_ranks for patience in _PATIENCE]
+        tried = [(orders, orders.fill(orders.main, patience), patience) for patience in patiences]
+        options = [(o, timing, patience) for o, timing, patience in tried if timing is not None]
         if options:
-            length, patience = min(options)
-            chosen = (orders, orders.main(), [patience] * program.num_ranks, name)
-            found.append((length, index, chosen))
-    found.sort(key=lambda entry: entry[:2])
-    return [start for _, _, start in found]
+            found.append(min(options, key=lambda option: option[1].length))
+    return sorted(found, key=lambda option: option[1].length)
 
 
 def _parts(program: Program) -> Iterator[Action]:
@@ -237,56 +218,10 @@ def _split(program: Program) -> Program:
     return Program.of(program.placement, program.num_microbatches, ranks, name=program.name)
 
 
-_Filled = tuple[Sequence[tuple[int, ...]], Sequence[float]]
-"""An order without weight gradients, and each rank's patience."""
-
-
-def _search_fills(
-    orders: Orders,
-    main: Sequence[tuple[int, ...]],
-    patience: Sequence[float],
-    rng: random.Random,
-    budget: int,
-    goal: float,
-) -> Timing:
-    """Change the order of forwards and input gradients; weight gradients follow."""
-
-    def propose(state: _Filled, timing: Timing) -> _Filled | None:
-        order, wait = state
-        if rng.random() < 0.05:
-            changed = list(wait)
-            changed[rng.randrange(len(wait))] = rng.choice(_PATIENCE)
-            return order, changed
-        moved = _move(orders, order, timing, rng, weights=False)
-        return None if moved is None else (moved, wait)
-
-    return _anneal(
-        orders, (main, patience), propose, lambda s: orders.fill(s[0], s[1]), rng, budget, goal
-    )
-
-
-def _search_moves(
-    orders: Orders, start: Timing, rng: random.Random, budget: int, goal: float
-) -> Timing:
-    """Move single actions, weight gradients included."""
-
-    def propose(
-        state: Sequence[tuple[int, ...]], timing: Timing
-    ) -> Sequence[tuple[int, ...]] | None:
-        moved = _move(orders, state, timing, rng, weights=True)
-        if moved is None:
-            return None
-        changed = next(r for r, (a, b) in enumerate(zip(state, moved, strict=True)) if a != b)
-        return moved if orders.fits(changed, moved[changed]) else None
-
-    return _anneal(orders, start.ranks, propose, orders.time_of, rng, budget, goal)
-
-
 def _anneal(
     orders: Orders,
-    state: object,
-    propose: Callable[..., object | None],
-    evaluate: Callable[..., Timing | None],
+    timing: Timing,
+    patience: list[float],
     rng: random.Random,
     budget: int,
     goal: float,
@@ -296,22 +231,26 @@ def _anneal(
     The score is the length and a little of all ranks' spans, since many changes that lead
     somewhere leave the length alone at first.
     """
-    timing = evaluate(state)
-    assert timing is not None
-    best, score = timing, _score(timing)
-    rounds = budget // len(orders.actions)
-    unit = math.fsum(orders.durations) / len(orders.durations)
+    main, best, score = orders.main, timing, _score(timing)
+    num_actions = sum(map(len, timing.ranks))
+    unit = timing.length * len(timing.ranks) / num_actions
+    rounds = budget // num_actions
     for turn in range(rounds):
         if best.length <= goal * (1 + 1e-9):
             break
         heat = unit * 0.2 * 0.05 ** (turn / rounds)
-        proposed = propose(state, timing)
-        tried = evaluate(proposed) if proposed is not None else None
-        if tried is None:
+        changed: Ranks | None = main
+        waits = list(patience)
+        if rng.random() < 0.05:
+            waits[rng.randrange(len(waits))] = rng.choice(_PATIENCE)
+        else:
+            changed = orders.moved(main, timing, rng)
+        tried = None if changed is None else orders.fill(changed, waits)
+        if changed is None or tried is None:
             continue
         worse = _score(tried) - score
         if worse <= 0 or rng.random() < math.exp(-worse / heat):
-            state, timing, score = proposed, tried, score + worse
+            main, patience, timing, score = changed, waits, tried, score + worse
             if tried.length < best.length * (1 - 1e-12):
                 best = tried
     return best
@@ -319,38 +258,6 @@ def _anneal(
 
 def _score(timing: Timing) -> float:
     return timing.length + 0.3 * math.fsum(timing.spans) / len(timing.spans)
-
-
-def _move(
-    orders: Orders,
-    ranks: Sequence[tuple[int, ...]],
-    timing: Timing,
-    rng: random.Random,
-    *,
-    weights: bool,
-) -> Sequence[tuple[int, ...]] | None:
-    """Shift one action of a rank by a few places, mostly one on the critical path."""
-    if rng.random() < 0.8:
-        path = timing.critical_path()
-        number = rng.choice(path)
-        if not weights and orders.is_weight[number]:
-            return None
-    else:
-        number = rng.choice(rng.choice(ranks))
-    rank = orders.rank_of[number]
-    order = ranks[rank]
-    at = order.index(number)
-    to = at + rng.choice((-1, -1, -1, 1, 1, 1, -2, 2, -3, 3, -4, 4, -6, 6))
-    if not 0 <= to < len(order):
-        return None
-    if to < at and not orders.local[number].isdisjoint(order[to:at]):
-        return None
-    if to > at and any(number in orders.local[other] for other in order[at + 1 : to + 1]):
-        return None
-    changed = list(order)
-    del changed[at]
-    changed.insert(to, number)
-    return (*ranks[:rank], tuple(changed), *ranks[rank + 1 :])
 
 
 def _shortage(program: Program, timeline: Timeline, limits: Sequence[float]) -> str:

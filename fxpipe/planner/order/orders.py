@@ -1,64 +1,66 @@
-"""A program's actions as numbers, so that orders of them are quickly changed and timed.
+"""Orders of a program's actions that are quickly changed, filled and timed.
 
 In:  a compute-only program, costs, edges and a memory limit per rank.
-Out: `Orders`: actions as numbers, and two ways to time an order of them.
+Out: `Orders`. `fill` takes the order of forwards and input gradients on each rank, puts each
+     weight gradient where the rank would wait otherwise, or where memory must be freed, and
+     times the result; `moved` makes another order.
 
-`time_of` plays a complete order of each rank. `fill` takes only the order of forwards and
-input gradients and puts each weight gradient where the rank would wait otherwise, or where
-memory must be freed. Transfers take their time beside the ranks; costs that do not overlap
-them add it to the actions at both ends.
+Transfers take their time beside the ranks; costs that do not overlap them add it to the
+actions at both ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, reads, writes
 from fxpipe.program.memory import kept_at_ends
-from fxpipe.program.play.engine import Play, Times, cost_times
+from fxpipe.program.play.engine import Times, cost_times
 from fxpipe.program.play.fill import FillWeights
 from fxpipe.program.play.numbering import Numbering
 
-__all__ = ["Objective", "Orders", "Timing"]
+__all__ = ["Objective", "Orders", "Ranks", "Timing"]
 
 Objective = Literal["step", "period"]
 """What is to be short: one step by itself, or the time from step to step without a barrier."""
 
-_TOLERANCE = 1e-9
+Ranks = tuple[tuple[Action, ...], ...]
+"""Actions of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """An order of each rank, how long each rank takes, what each action waited for (-1: none).
+    """A complete order of each rank, how long each takes, and what actions waited for.
 
     `spans[rank]` is the time that counts: to the rank's end, from the step's start or, if the
-    period counts, from the rank's own.
+    period counts, from the rank's own. `causes` names for each action the one whose end let it
+    start, if there is one.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
-    causes: Sequence[int]
+    ranks: Ranks
+    causes: Mapping[Action, Action]
     spans: tuple[float, ...]
 
     @property
     def length(self) -> float:
         return max(self.spans)
 
-    def critical_path(self) -> list[int]:
-        """Actions of which each let the next one start, up to the end of the slowest rank."""
+    def critical_path(self) -> list[Action]:
+        """The last action of the slowest rank, what let it start, and so on."""
         slowest = max(range(len(self.ranks)), key=lambda rank: self.spans[rank])
-        path, action = [], self.ranks[slowest][-1]
-        while action >= 0:
-            path.append(action)
-            action = self.causes[action]
-        return path[::-1]
+        path = [self.ranks[slowest][-1]]
+        while path[-1] in self.causes:
+            path.append(self.causes[path[-1]])
+        return path
 
 
 class Orders:
-    """The actions of a program by number: rank, duration, and what must come before each.
+    """What is the same for all orders of a program's actions.
 
-    `local[number]` are the actions of its own rank that an action must follow.
+    `main` is the program's own order without weight gradients.
     """
 
     def __init__(
@@ -69,99 +71,87 @@ class Orders:
         limits: Sequence[float],
         objective: Objective = "step",
     ) -> None:
-        self.program, self.limits, self.objective = program, limits, objective
-        self.actions = [action for actions in program.ranks for action in actions]
-        self.rank_of = [r for r, actions in enumerate(program.ranks) for _ in actions]
-        self._number = {action: number for number, action in enumerate(self.actions)}
-        self.ranks = [tuple(self._number[a] for a in actions) for actions in program.ranks]
-        self.is_weight = [action.kind is Kind.BACKWARD_WEIGHT for action in self.actions]
+        self.program, self._limits, self._objective = program, limits, objective
+        self.main: Ranks = tuple(
+            tuple(action for action in actions if action.kind is not Kind.BACKWARD_WEIGHT)
+            for actions in program.ranks
+        )
         self._numbering = Numbering.of(program, edges)
         self._times = _times(program, costs, edges)
-        self.durations = [
-            self._times.pair(a) if a.parts else self._times.compute[a.kind][a.stage]
-            for a in self.actions
-        ]
         self._maker = {
-            value: number
-            for number, action in enumerate(self.actions)
+            value: action
+            for actions in program.ranks
+            for action in actions
             for value in self._numbering.writes_of(action)
         }
-        self.local = self._find_local()
+        self._follows = {action: self._before(action) for rank in self.main for action in rank}
         self._kept = kept_at_ends(
             lambda kind, stage: costs.value_bytes(kind, stage, stage), program.num_stages
         )
 
-    def _find_local(self) -> list[frozenset[int]]:
-        by_part = {part: n for n, a in enumerate(self.actions) for part in a.parts or (a,)}
-        found = []
-        for number, action in enumerate(self.actions):
-            makers = {self._maker[value] for value in self._numbering.reads_of(action)}
-            local = {made for made in makers if self.rank_of[made] == self.rank_of[number]}
-            # Microbatches are alike: of one kind and stage they keep their order.
-            for part in action.parts or (action,):
-                if part.microbatch:
-                    before = part._replace(microbatch=part.microbatch - 1)
-                    local.add(by_part.get(before, number))
-            found.append(frozenset(local - {number}))
-        return found
+    def _before(self, action: Action) -> frozenset[Action]:
+        """Which actions of its own rank an action must follow; some may be of other ranks."""
+        # Microbatches are alike: of one kind and stage they keep their order.
+        parts = [part for part in action.parts or (action,) if part.microbatch]
+        earlier = {part._replace(microbatch=(part.microbatch or 0) - 1) for part in parts}
+        return frozenset(self._maker[value] for value in self._numbering.reads_of(action)) | earlier
 
-    def as_program(self, ranks: Sequence[Sequence[int]], name: str) -> Program:
-        return Program.of(
-            self.program.placement, self.program.num_microbatches, self._actions(ranks), name=name
-        )
-
-    def main(self) -> list[tuple[int, ...]]:
-        """Each rank's order without weight gradients."""
-        return [tuple(n for n in rank if not self.is_weight[n]) for rank in self.ranks]
-
-    def fits(self, rank: int, order: Sequence[int]) -> bool:
-        """Whether a rank's complete order stays within its memory."""
-        held, limit = 0.0, self.limits[rank] * (1 + _TOLERANCE)
-        for number in order:
-            takes, gives = self._kept(self.actions[number])
-            if held + takes > limit:
-                return False
-            held += takes + gives
-        return True
-
-    def time_of(self, ranks: Sequence[tuple[int, ...]]) -> Timing | None:
-        """Time a complete order of each rank; None if ranks wait for each other."""
-        play = Play(self._actions(ranks), self._numbering, self._times)
-        play.run()
-        return self._timing(play, ranks) if play.is_complete else None
-
-    def fill(self, main: Sequence[tuple[int, ...]], patience: Sequence[float]) -> Timing | None:
+    def fill(self, main: Ranks, patience: Sequence[float]) -> Timing | None:
         """Put weight gradients into the holes of an order without them, and time it.
 
         A rank fills a known wait only if it lasts at least `patience[rank]` weight
         gradients. None if memory or the ranks get stuck.
         """
         play = FillWeights(
-            self._actions(main),
+            main,
             self._numbering,
             self._times,
             kept=self._kept,
-            limits=self.limits,
+            limits=self._limits,
             patience=patience,
         )
         play.run()
         if not play.is_complete:
             return None
-        return self._timing(play, [tuple(self._number[a] for a in rank) for rank in play.ranks])
-
-    def _actions(self, ranks: Sequence[Sequence[int]]) -> list[list[Action]]:
-        return [[self.actions[number] for number in rank] for rank in ranks]
-
-    def _timing(self, play: Play, ranks: Sequence[tuple[int, ...]]) -> Timing:
-        causes = [-1] * len(self.actions)
-        starts = [0.0] * len(ranks)
+        causes, starts = {}, [0.0] * len(main)
         for _, rank, at, start, late in play.done:
-            order = ranks[rank]
-            causes[order[at]] = self._maker[late] if late >= 0 else order[at - 1] if at else -1
-            if not at and self.objective == "period":
+            actions = play.ranks[rank]
+            if late >= 0:
+                causes[actions[at]] = self._maker[late]
+            elif at:
+                causes[actions[at]] = actions[at - 1]
+            if not at and self._objective == "period":
                 starts[rank] = start
         spans = (end - start for start, end in zip(starts, play.free_at, strict=True))
-        return Timing(tuple(ranks), causes, tuple(spans))
+        return Timing(tuple(map(tuple, play.ranks)), causes, tuple(spans))
+
+    def moved(self, main: Ranks, timing: Timing, rng: random.Random) -> Ranks | None:
+        """The order with one action a few places further, mostly one on the critical path.
+
+        None if that is not possible.
+        """
+        on_path = rng.random() < 0.8
+        action = rng.choice(timing.critical_path() if on_path else rng.choice(main))
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return None
+        rank = self.program.placement.stage_to_rank[action.stage]
+        order = main[rank]
+        at = order.index(action)
+        to = at + rng.choice((-1, -1, -1, 1, 1, 1, -2, 2, -3, 3, -4, 4, -6, 6))
+        if not 0 <= to < len(order):
+            return None
+        if to < at and not self._follows[action].isdisjoint(self._named(order[to:at])):
+            return None
+        passed = {action, *action.parts}
+        if any(not passed.isdisjoint(self._follows[other]) for other in order[at + 1 : to + 1]):
+            return None
+        changed = [*order[:at], *order[at + 1 :]]
+        changed.insert(to, action)
+        return (*main[:rank], tuple(changed), *main[rank + 1 :])
+
+    @staticmethod
+    def _named(actions: Sequence[Action]) -> set[Action]:
+        return {named for action in actions for named in (action, *action.parts)}
 
 
 def _times(program: Program, costs: StageCosts, edges: Edges) -> Times:

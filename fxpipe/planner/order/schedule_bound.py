@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Value, ValueKind, reads, writes
+from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Value, reads, writes
+from fxpipe.program.memory import kept_at_ends
 
 __all__ = ["lower_bound"]
 
@@ -25,124 +26,86 @@ def lower_bound(
     program: Program, costs: StageCosts, edges: Edges, limits: Sequence[float] | None = None
 ) -> float:
     """A lower bound on the makespan of every order of the program's actions."""
-    ways = _Ways(program, costs, edges)
-    bound = ways.longest
+    begins, tails = _ways(program, costs, edges)
+    bound = 0.0
+    if len({kind for kind, _ in begins}) < 4:  # else a microbatch goes one of two ways
+        bound = max(begins[key] + costs.compute(*key) for key in begins)
     for rank, actions in enumerate(program.ranks):
         parts = [part for action in actions for part in action.parts or (action,)]
+        main = [part for part in parts if part.kind is not Kind.BACKWARD_WEIGHT]
+        pairs = [[(part.kind, part.stage) for part in a.parts] for a in actions if a.parts]
         saved = math.fsum(
-            math.fsum(costs.compute(p.kind, p.stage) for p in action.parts)
-            - costs.pair([(p.kind, p.stage) for p in action.parts])
-            for action in actions
-            if action.parts
+            math.fsum(costs.compute(*part) for part in pair) - costs.pair(pair) for pair in pairs
         )
-        work = math.fsum(costs.compute(part.kind, part.stage) for part in parts) - saved
-        head = min(ways.earliest[part.kind, part.stage] for part in parts)
-        idle = _forced_idle(program, costs, rank, ways, head, limits)
-        bound = max(bound, head + idle + work, ways.with_drain(parts, head, saved))
+        head = min(begins[part.kind, part.stage] for part in parts) - saved
+        # Whatever ends last of forwards and backwards is a backward of some stage of the rank.
+        drain = min((tails[p.kind, p.stage] for p in main if p.kind.is_backward), default=0.0)
+        fill, room = _work(parts, costs), math.inf if limits is None else limits[rank]
+        first = min((begins[p.kind, p.stage] for p in main if p.kind.is_backward), default=0.0)
+        if room < math.inf:
+            stages = program.placement.stages_of(rank)
+            fill += max(0.0, first - head - saved - _forwards_within(program, costs, stages, room))
+        bound = max(bound, head + fill, head + _work(main, costs) + drain)
     return bound
 
 
-class _Ways:
-    """The quickest way of one microbatch to and from each action, if nobody else ran."""
-
-    def __init__(self, program: Program, costs: StageCosts, edges: Edges) -> None:
-        self._costs, self._rank_of = costs, program.placement.stage_to_rank
-        kinds = {
-            part.kind
-            for acts in program.ranks
-            for action in acts
-            for part in action.parts or (action,)
-        }
-        order = [
-            *((Kind.FORWARD, s) for s in range(program.num_stages)),
-            *(
-                (kind, s)
-                for s in reversed(range(program.num_stages))
-                for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-                if kind in kinds
-            ),
-        ]
-        ready: dict[Value, float] = {}
-        self.earliest: dict[tuple[Kind, int], float] = {}
-        ends = [0.0]
-        for kind, stage in order:
-            action = Action(kind, stage, 0)
-            start = max((self._arrival(v, ready) for v in reads(action, edges)), default=0.0)
-            end = start + costs.compute(kind, stage)
-            self.earliest[kind, stage] = start
-            ends.append(end)
-            for value in writes(action, edges):
-                ready[value] = min(ready.get(value, math.inf), end)
-        self.longest = max(ends) if len(kinds) < 4 else 0.0
-        self._drain = self._tails(program, edges, kinds)
-
-    def _arrival(self, value: Value, ready: dict[Value, float]) -> float:
-        return ready[value] + self._transfer(value)
-
-    def _transfer(self, value: Value) -> float:
-        source, target = self._rank_of[value.stage], self._rank_of[value.peer]
-        if source == target:
-            return 0.0
-        size = self._costs.value_bytes(value.kind, value.stage, value.peer)
-        return self._costs.transfer(source, target, size)
-
-    def _tails(self, program: Program, edges: Edges, kinds: set[Kind]) -> list[float]:
-        """From the end of a stage's backward (or input half) to the end of the last action."""
-        half = Kind.BACKWARD_INPUT if Kind.BACKWARD_INPUT in kinds else Kind.BACKWARD
-        has_weight = Kind.BACKWARD not in kinds and Kind.BACKWARD_WEIGHT in kinds
-        tails: list[float] = []
-        for stage in range(program.num_stages):
-            own = self._costs.compute(Kind.BACKWARD_WEIGHT, stage) if has_weight else 0.0
-            onward = [
-                self._transfer(Value(ValueKind.GRADIENT, stage, edge.source, 0))
-                + self._costs.compute(half, edge.source)
-                + tails[edge.source]
-                for edge in edges.into(stage)
-                if edge.has_gradient
-            ]
-            tails.append(max([own, *onward]))
-        return tails
-
-    def with_drain(self, parts: Sequence[Action], head: float, saved: float) -> float:
-        """The rank's forwards and backwards without weight halves, then the way to the front."""
-        main = [p for p in parts if p.kind is not Kind.BACKWARD_WEIGHT]
-        work = math.fsum(self._costs.compute(p.kind, p.stage) for p in main) - saved
-        backwards = [p.stage for p in main if p.kind is not Kind.FORWARD]
-        if not backwards:
-            return 0.0
-        # Whatever ends last among them is a backward of some stage of the rank.
-        return head + work + min(self._drain[stage] for stage in backwards)
-
-
-def _forced_idle(
-    program: Program,
-    costs: StageCosts,
-    rank: int,
-    ways: _Ways,
-    head: float,
-    limits: Sequence[float] | None,
+def _forwards_within(
+    program: Program, costs: StageCosts, stages: Sequence[int], room: float
 ) -> float:
-    """How long a rank must wait for its first backward because memory holds no more forwards."""
-    stages = program.placement.stages_of(rank)
-    backwards = [
-        start
-        for (kind, stage), start in ways.earliest.items()
-        if stage in stages and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    ]
-    if limits is None or math.isinf(limits[rank]) or not backwards:
-        return 0.0
-    # The most forward time per byte comes first, as in a knapsack that may be cut.
-    rates = sorted(
-        (
-            costs.compute(Kind.FORWARD, stage)
-            / max(costs.value_bytes(ValueKind.RESIDUAL, stage, stage), 1e-300),
-            costs.compute(Kind.FORWARD, stage),
-        )
-        for stage in stages
+    """The most time that a rank can spend on forwards before it must free memory."""
+    kept = kept_at_ends(
+        lambda kind, stage: costs.value_bytes(kind, stage, stage), program.num_stages
     )
-    filled, room = 0.0, limits[rank] * (1 + 1e-9)
-    for rate, forward in reversed(rates):
-        time = min(forward * program.num_microbatches, rate * room)
-        filled += time
-        room -= time / rate if rate else 0.0
-    return max(0.0, min(backwards) - head - filled)
+    forwards = [Action(Kind.FORWARD, stage, 0) for stage in stages]
+    times = [(costs.compute(a.kind, a.stage), max(kept(a)[0], 1e-300)) for a in forwards]
+    filled, room = 0.0, room * (1 + 1e-9)
+    # The most time per byte comes first, as in a knapsack that may be cut.
+    for time, held in sorted(times, key=lambda each: each[0] / each[1], reverse=True):
+        share = min(float(program.num_microbatches), room / held)
+        filled += share * time
+        room -= share * held
+    return filled
+
+
+def _work(parts: list[Action], costs: StageCosts) -> float:
+    return math.fsum(costs.compute(part.kind, part.stage) for part in parts)
+
+
+_Times = dict[tuple[Kind, int], float]
+
+
+def _ways(program: Program, costs: StageCosts, edges: Edges) -> tuple[_Times, _Times]:
+    """For each kind and stage the quickest way to its start, and from its end, if nobody else ran.
+
+    Where a backward is whole in some microbatches and split in others, the quicker counts.
+    """
+    rank_of = program.placement.stage_to_rank
+    kinds = {part.kind for acts in program.ranks for act in acts for part in act.parts or (act,)}
+    stages = range(program.num_stages)
+    backward = sorted(kind for kind in kinds if kind.is_backward)
+    order = [(Kind.FORWARD, stage) for stage in stages]
+    order += [(kind, stage) for stage in reversed(stages) for kind in backward]
+
+    def travels(value: Value) -> float:
+        ends = rank_of[value.stage], rank_of[value.peer]
+        size = costs.value_bytes(value.kind, value.stage, value.peer)
+        return 0.0 if ends[0] == ends[1] else costs.transfer(*ends, size)
+
+    made: dict[Value, float] = {}
+    begins: _Times = {}
+    for kind, stage in order:
+        action = Action(kind, stage, 0)
+        begin = max((made[value] + travels(value) for value in reads(action, edges)), default=0.0)
+        begins[kind, stage] = begin
+        for value in writes(action, edges):
+            made[value] = min(made.get(value, math.inf), begin + costs.compute(kind, stage))
+    rest: dict[Value, float] = {}
+    tails: _Times = {}
+    for kind, stage in reversed(order):
+        action = Action(kind, stage, 0)
+        tail = max((rest.get(value, 0.0) for value in writes(action, edges)), default=0.0)
+        tails[kind, stage] = tail
+        for value in reads(action, edges):
+            after = travels(value) + costs.compute(kind, stage) + tail
+            rest[value] = min(rest.get(value, math.inf), after)
+    return begins, tails

@@ -21,7 +21,6 @@ from ortools.sat.python import cp_model
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.order.improve import limits_of
-from fxpipe.planner.order.orders import Orders
 from fxpipe.program import (
     Action,
     Edges,
@@ -30,6 +29,7 @@ from fxpipe.program import (
     StageCosts,
     ValueKind,
     reads,
+    simulate,
     validate,
     writes,
 )
@@ -69,7 +69,7 @@ def optimum(
     """
     edges = edges or Edges.chain(program.num_stages)
     limits = limits_of(program, math.inf if memory_limit is None else memory_limit)
-    orders = Orders(program, costs, edges, limits)
+    orders = _Numbered(program, costs, limits)
     needs = _needs(orders, costs, edges)
     model = cp_model.CpModel()
     scale = _whole_numbers([*orders.durations, *(lag for n in needs for _, lag in n)])
@@ -88,18 +88,39 @@ def optimum(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise PlanError(f"no order found within {seconds} s: {solver.status_name(status)}")
     ranks = [tuple(sorted(rank, key=lambda n: solver.value(ends[n]))) for rank in orders.ranks]
-    best = orders.as_program(ranks, f"{program.name} optimum".strip())
+    actions = [[orders.actions[number] for number in rank] for rank in ranks]
+    name = f"{program.name} optimum".strip()
+    best = Program.of(program.placement, program.num_microbatches, actions, name=name)
     validate(best, edges)
-    timing = orders.time_of(ranks)
-    assert timing is not None
+    makespan = simulate(best, costs, edges).makespan
     # Rounding a duration moves every path by at most half a tick.
     is_rounded = any(abs(d * scale - round(d * scale)) > 1e-6 for d in orders.durations)
     slack = len(orders.actions) / 2 if is_rounded else 0
     bound = max((solver.best_objective_bound - slack) / scale, 0.0)
-    return Optimum(best, timing.length, min(bound, timing.length))
+    return Optimum(best, makespan, min(bound, makespan))
 
 
-def _loads(orders: Orders) -> list[float]:
+class _Numbered:
+    """A program's actions as numbers; `before[n]` must come earlier on the same rank."""
+
+    def __init__(self, program: Program, costs: StageCosts, limits: tuple[float, ...]) -> None:
+        self.limits = limits
+        self.actions = [action for actions in program.ranks for action in actions]
+        self.rank_of = [rank for rank, actions in enumerate(program.ranks) for _ in actions]
+        self.ranks = [
+            [n for n, where in enumerate(self.rank_of) if where == rank]
+            for rank in range(program.num_ranks)
+        ]
+        self.durations = [costs.compute(action.kind, action.stage) for action in self.actions]
+        number = {action: n for n, action in enumerate(self.actions)}
+        # Microbatches are alike: of one kind and stage they keep their order.
+        self.before = [
+            number[action._replace(microbatch=action.microbatch - 1)] if action.microbatch else None
+            for action in self.actions
+        ]
+
+
+def _loads(orders: _Numbered) -> list[float]:
     return [math.fsum(orders.durations[n] for n in rank) for rank in orders.ranks]
 
 
@@ -110,7 +131,7 @@ def _whole_numbers(values: list[float]) -> float:
     return math.lcm(*(f.denominator for f in fractions)) / above
 
 
-def _needs(orders: Orders, costs: StageCosts, edges: Edges) -> list[list[tuple[int, float]]]:
+def _needs(orders: _Numbered, costs: StageCosts, edges: Edges) -> list[list[tuple[int, float]]]:
     """For each action those that make what it reads, and how long the way takes."""
     maker = {v: n for n, action in enumerate(orders.actions) for v in writes(action, edges)}
     found: list[list[tuple[int, float]]] = []
@@ -128,7 +149,7 @@ def _needs(orders: Orders, costs: StageCosts, edges: Edges) -> list[list[tuple[i
 
 def _add_actions(
     model: Any,
-    orders: Orders,
+    orders: _Numbered,
     needs: list[list[tuple[int, float]]],
     scale: float,
     horizon: int,
@@ -145,13 +166,14 @@ def _add_actions(
     for number in range(len(orders.actions)):
         for made, lag in needs[number]:
             model.add(starts[number] >= ends[made] + round(lag * scale))
-        for made in orders.local[number]:
-            model.add(starts[number] >= ends[made])
+        before = orders.before[number]
+        if before is not None:
+            model.add(starts[number] >= ends[before])
     return starts, ends
 
 
 def _add_memory(
-    model: Any, orders: Orders, costs: StageCosts, starts: list[Any], ends: list[Any]
+    model: Any, orders: _Numbered, costs: StageCosts, starts: list[Any], ends: list[Any]
 ) -> None:
     """Bound what each rank holds, as a pile of lifetimes from one action to another."""
     number_of = {

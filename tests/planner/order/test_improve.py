@@ -217,10 +217,15 @@ def test_times_of_orders_equal_the_simulator():
         costs = uneven(program.num_stages, seed=9, activation=0.2, link=Link(0.1, 3.0))
         orders = Orders(program, costs, Edges.chain(program.num_stages), [1e9] * 4)
 
-        timing = orders.time_of(orders.ranks)
+        timing = orders.fill(orders.main, [0.5] * 4)
 
         assert timing is not None
-        assert timing.length == pytest.approx(simulate(program, costs).makespan)
+        filled = Program.of(program.placement, 6, timing.ranks)
+        assert sorted(a for r in filled.ranks for a in r) == sorted(
+            a for r in program.ranks for a in r
+        )
+        assert timing.length == pytest.approx(simulate(filled, costs).makespan)
+        assert timing.critical_path()[-1].microbatch == 0
 
 
 def test_ranks_that_wait_for_each_other_have_no_time():
@@ -228,7 +233,7 @@ def test_ranks_that_wait_for_each_other_have_no_time():
     stuck = Program.parse("rank 0: 0F0 0B0 0F1 0B1\nrank 1: 1F1 1B1 1F0 1B0")
     orders = Orders(stuck, StageCosts.uniform(good.placement), Edges.chain(2), [1e9] * 2)
 
-    assert orders.time_of(orders.ranks) is None
+    assert orders.fill(orders.main, [0.0] * 2) is None
 
 
 ZERO_BUBBLE = [

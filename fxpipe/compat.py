@@ -50,7 +50,7 @@ from fxpipe.program.formats.torch_actions import (
     program_of_order,
 )
 from fxpipe.program.fuse import join_halves
-from fxpipe.program.parameters import add_reductions, add_sharding
+from fxpipe.program.memory_actions import add_reductions, add_sharding
 from fxpipe.schedules import PipelineScheduleSingle, get_schedule_class
 from fxpipe.schedules.orders import _PipelineContext
 from fxpipe.stage import _PipelineStageBase

@@ -140,8 +140,7 @@ def plan(asked: _Asked) -> None:
         print_json(_json(found, asked.model, asked.top, written))
         return
     from fxpipe.planner.plan import what_if
-    from fxpipe.planner.plan_report import draw_what_if
-    from fxpipe.planner.plan_text import cost_lines, plan_text, what_if_rows
+    from fxpipe.planner.plan_text import cost_lines, draw_what_if, plan_text, what_if_rows
     from fxpipe.text import aligned
 
     typer.echo(plan_text(found, others=asked.top))

@@ -10,22 +10,29 @@ and from which modules are opened, so a different model is noticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
 
 from fxpipe.errors import PlanError, SplitError
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.info import SavedSplit
 from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.checkpointing import apply_checkpointing
-from fxpipe.planner.cost.training import Training
+from fxpipe.planner.cost.training import Checkpointing, Training
 from fxpipe.planner.search.option import Option
 from fxpipe.runtime.wire.local_group import LocalGroup
+from fxpipe.torch_inside import CPU_ATTENTION, overload_packet
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
     from fxpipe.stage import PipelineStage
 
 __all__ = ["Built", "build"]
+
+_MARK = "_fxpipe_plain_forward"
 
 Given = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]
 
@@ -92,7 +101,7 @@ def build(
         else range(candidate.num_stages)
     ):
         stage = pipe.build_stage(index, torch.device(device), where.pipeline)
-        checkpointed += apply_checkpointing(stage.submod, names, candidate.checkpointing)
+        checkpointed += _apply_checkpointing(stage.submod, names, candidate.checkpointing)
         if where.data is not None and any(p.requires_grad for p in stage.submod.parameters()):
             stage.submod = nn.parallel.DistributedDataParallel(
                 stage.submod, process_group=where.data
@@ -185,3 +194,71 @@ def _pipe(plan: Plan, option: Option, given: Given | None) -> Pipe:
         return Pipe(traced, SavedSplit(frozenset(plan.opened), stage_of)(traced))
     except SplitError as error:
         raise PlanError(f"this is not the model that was planned: {error}") from error
+
+
+def _apply_checkpointing(module: nn.Module, blocks: Iterable[str], how: Checkpointing) -> list[str]:
+    """Wrap those of the named blocks that the module has, in place, by their `forward`.
+
+    Parameters and their names stay. Returns the names of the blocks.
+    """
+    parts = dict(module.named_modules())
+    found = [name for name in blocks if name in parts]
+    for name in found:
+        _unwrap(parts[name])
+        if how != "none":
+            _wrap(parts[name], how)
+    return found
+
+
+def _unwrap(module: nn.Module) -> None:
+    if _MARK in module.__dict__:
+        del module.__dict__[_MARK]
+        del module.__dict__["forward"]
+
+
+def _wrap(module: nn.Module, how: Checkpointing) -> None:
+    plain = module.forward
+    options: dict[str, Any] = {"use_reentrant": False}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+    elif how == "alternate":
+        options["context_fn"] = _alternating
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, **options, **kwargs)
+
+    module.__dict__[_MARK] = plain
+    module.__dict__["forward"] = forward
+
+
+_PRODUCTS = frozenset({*flop_registry, CPU_ATTENTION})
+
+
+def _alternating() -> Any:
+    return create_selective_checkpoint_contexts(_Alternate())  # type: ignore[no-untyped-call]
+
+
+class _Alternate:
+    """Keeps attention and the first of every two products of one call."""
+
+    def __init__(self) -> None:
+        self._counts = {False: 0, True: 0}  # the forward, and its repetition
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = _keep(context, op)
+        if kept is CheckpointPolicy.MUST_SAVE and "attention" not in str(op):
+            self._counts[context.is_recompute] += 1
+            if self._counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return kept
+
+
+def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Results of products are kept, all else is computed again."""
+    packet = overload_packet(op)
+    if packet in _PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

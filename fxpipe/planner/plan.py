@@ -29,10 +29,15 @@ from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
 from fxpipe.planner.order.orders import Objective
-from fxpipe.planner.plan_text import plan_html, plan_text, shortage_text, table_rows
+from fxpipe.planner.plan_text import (
+    plan_html,
+    plan_text,
+    shortage_text,
+    table_rows,
+    write_plan_report,
+)
 from fxpipe.planner.search.candidates import Space, candidates
 from fxpipe.planner.search.option import Option
-from fxpipe.planner.search.rearrange import rearranged
 from fxpipe.planner.search.search import Pricing, Search
 from fxpipe.planner.search.subject import Subject, subject_of
 
@@ -193,7 +198,7 @@ class Question:
             asked, options = self._with_finer_cuts(options, effort // 4)
             subject = asked.subject
         if self.improve:
-            better = rearranged(options[0], pricing.hardware, limit, pricing.objective)
+            better = options[0].rearranged(pricing.hardware, limit, pricing.objective)
             options = [better, *options[1:]]
         return Plan(
             tuple(options[:_KEPT]),
@@ -362,8 +367,6 @@ class Plan:
 
     def report(self, path: str | os.PathLike[str], *, most: int = 8) -> Path:
         """Write an HTML report: the stages, the best options and their timelines."""
-        from fxpipe.planner.plan_report import write_plan_report
-
         return write_plan_report(self, path, most=most)
 
     def to_json(self) -> str:

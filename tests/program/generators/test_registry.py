@@ -8,8 +8,7 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Kind
-from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
-from fxpipe.program.generators.registry import _key
+from fxpipe.program.generators import SCHEDULES, ScheduleInfo, _key, get_schedule
 
 TORCH_NAMES = [
     "1F1B",

@@ -1,11 +1,14 @@
-"""Add what sharded and replicated parameters need: UNSHARD, RESHARD and REDUCE_GRAD.
+"""Add the actions that make room in memory: UNSHARD, RESHARD, REDUCE_GRAD; OFFLOAD, RELOAD.
 
 In:  the actions of one rank, with transfers.
-Out: the same with parameter handling between them.
+Out: the same with parameter handling, or copies of residuals to and from the host, between them.
 
 A stage is reduced once a step, after its last weight gradient. The stages that a rank
 uses next are kept unsharded, as many as allowed, so that gathering the parameters of
 one overlaps with computing another.
+
+What waits long for its backward moves to host memory behind its forward, and back in time. The
+copies run beside compute: out while the next actions run, back during the one before the backward.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Collection
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
 
-__all__ = ["add_reductions", "add_sharding"]
+__all__ = ["add_offloads", "add_reductions", "add_sharding"]
 
 
 def add_reductions(actions: list[Action], stages: Collection[int]) -> list[Action]:
@@ -113,3 +116,45 @@ def _first_used(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ..
             if len(found) == len(stages):
                 break
     return tuple(found)
+
+
+_Key = tuple[int, int | None]
+
+
+def add_offloads(actions: list[Action], distance: int) -> list[Action]:
+    """Offload residuals that wait for more than `distance` (at least 2) compute actions.
+
+    With distance 2:
+
+        0F0 0F1 0F2 0B0  ->  0F0 0OFFLOAD0 0F1 0RELOAD0 0F2 0B0
+    """
+    begins: dict[_Key, int] = {}
+    due: dict[int, list[_Key]] = {}
+    number = 0
+    for action in actions:
+        if action.kind.is_compute or action.parts:
+            for part in action.parts or (action,):
+                key = (part.stage, part.microbatch)
+                if part.kind is Kind.FORWARD:
+                    begins[key] = number
+                elif part.kind is not Kind.BACKWARD_WEIGHT and number - begins[key] > distance:
+                    due.setdefault(number - 1, []).append(key)
+            number += 1
+    away = {key for keys in due.values() for key in keys}
+    result: list[Action] = []
+    behind_sends: list[Action] = []
+    number = 0
+    for action in actions:
+        if not action.kind.is_send:
+            result += behind_sends
+            behind_sends = []
+        if action.kind.is_compute or action.parts:
+            result += (Action(Kind.RELOAD, *key) for key in due.get(number, ()))
+            number += 1
+            behind_sends = [
+                Action(Kind.OFFLOAD, part.stage, part.microbatch)
+                for part in action.parts or (action,)
+                if part.kind is Kind.FORWARD and (part.stage, part.microbatch) in away
+            ]
+        result.append(action)
+    return result + behind_sends

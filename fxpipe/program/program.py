@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action
 from fxpipe.program.formats.text import (
-    ProgramFields,
     parse_rows,
     read_json,
     rows_of_csv,
@@ -181,21 +180,19 @@ class Program:
             ScheduleError: the text is not JSON, a key is missing, unknown or of the wrong
                 type, or a cell cannot be read.
         """
-        fields = read_json(text)
-        placement = Placement(len(fields.ranks), fields.stage_to_rank)
-        ranks = parse_rows(fields.ranks)
-        return Program.of(placement, fields.num_microbatches, ranks, name=fields.name)
+        found = read_json(text)
+        placement = Placement(len(found["ranks"]), tuple(found["stage_to_rank"]))
+        ranks = parse_rows(found["ranks"])
+        return Program.of(placement, found["num_microbatches"], ranks, name=found["name"])
 
     def to_json(self) -> str:
         """All of the program, one line per rank, for files and for other tools."""
-        return write_json(
-            ProgramFields(
-                name=self.name,
-                num_microbatches=self.num_microbatches,
-                stage_to_rank=self.placement.stage_to_rank,
-                ranks=[[str(action) for action in actions] for actions in self.ranks],
-            )
-        )
+        fields = {
+            "name": self.name,
+            "num_microbatches": self.num_microbatches,
+            "stage_to_rank": self.placement.stage_to_rank,
+        }
+        return write_json(fields, [[str(action) for action in actions] for actions in self.ranks])
 
     def __str__(self) -> str:
         width = len(str(self.num_ranks - 1))

@@ -14,6 +14,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from fxpipe.planner.partition.cuts import Cuts, Totals
 
@@ -273,22 +274,20 @@ def search(
     return run.best, run.steps_left > 0 or run.is_done()
 
 
+@dataclass
 class _Search:
     """The state of one depth-first search."""
 
-    def __init__(
-        self,
-        cuts: Cuts,
-        best: tuple[Chain, Totals] | None,
-        bound: float,
-        rest: Sequence[dict[int, float]],
-        goal: float,
-        effort: int,
-    ) -> None:
-        self.cuts, self.best, self.bound, self.rest = cuts, best, bound, rest
-        self.goal, self.steps_left = goal, effort
-        self.last_stage = {r: s for s, r in enumerate(cuts.ranks)}
-        self.stage_of = [0] * len(cuts.work.items)
+    cuts: Cuts
+    best: tuple[Chain, Totals] | None
+    bound: float
+    rest: Sequence[dict[int, float]]
+    goal: float
+    steps_left: int
+
+    def __post_init__(self) -> None:
+        self.last_stage = {r: s for s, r in enumerate(self.cuts.ranks)}
+        self.stage_of = [0] * len(self.cuts.work.items)
         self.held: list[list[tuple[float, float]]] = [[] for _ in self.last_stage]
 
     def is_done(self) -> bool:

@@ -76,9 +76,6 @@ class Partition:
         """Whether no other division has a quicker slowest rank."""
         return self.slowest <= self.bound * MET
 
-    def items_of(self, stage: int) -> tuple[int, ...]:
-        return tuple(item for item, where in enumerate(self.stage_of) if where == stage)
-
 
 def partition(
     work: Work,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from fxpipe.planner.partition.work import Limits
 from fxpipe.program import Placement
@@ -53,21 +54,20 @@ def best_cut(
     return search.stage_of(search.best)
 
 
+@dataclass
 class _Search:
     """What was looked at so far, and the best of it."""
 
-    def __init__(
-        self,
-        times: Sequence[float],
-        placement: Placement,
-        limits: Limits,
-        rate: Callable[[tuple[int, ...]], Rating],
-        microbatches: int,
-        tries: int,
-    ) -> None:
-        self.num_items, self.placement, self.limits = len(times), placement, limits
-        self.rate, self.microbatches, self.tries = rate, microbatches, tries
-        self.before = list(itertools.accumulate(times, initial=0.0))
+    times: Sequence[float]
+    placement: Placement
+    limits: Limits
+    rate: Callable[[tuple[int, ...]], Rating]
+    microbatches: int
+    tries: int
+
+    def __post_init__(self) -> None:
+        self.num_items = len(self.times)
+        self.before = list(itertools.accumulate(self.times, initial=0.0))
         self.seen: set[Cut] = set()
         self.best: Cut = ()
         self.rating: Rating = (math.inf, math.inf)

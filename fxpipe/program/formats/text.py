@@ -28,14 +28,13 @@ import io
 import json
 import re
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind, neighbour
 
 __all__ = [
-    "ProgramFields",
     "parse_action",
     "parse_rows",
     "read_json",
@@ -175,35 +174,16 @@ def rows_of_table(text: str) -> list[list[str]]:
     return rows
 
 
-_FORMAT = "fxpipe.program"
-_VERSION = 1
-
-
-class ProgramFields(NamedTuple):
-    """What the JSON form holds."""
-
-    name: str
-    num_microbatches: int
-    stage_to_rank: tuple[int, ...]
-    ranks: Sequence[Sequence[str]]
-
-
-def write_json(fields: ProgramFields) -> str:
-    """JSON with one line per rank."""
-    head = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "name": fields.name,
-        "num_microbatches": fields.num_microbatches,
-        "stage_to_rank": list(fields.stage_to_rank),
-    }
+def write_json(fields: Mapping[str, object], rows: Sequence[Sequence[str]]) -> str:
+    """JSON with one line per field and one per rank."""
+    head = {**_HEAD, **fields}
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    ranks = ",\n".join(f"    {json.dumps(list(row))}" for row in fields.ranks)
+    ranks = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     lines.append(f'  "ranks": [\n{ranks}\n  ]')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def read_json(text: str) -> ProgramFields:
+def read_json(text: str) -> dict[str, Any]:
     """The fields, checked for presence and type.
 
     Raises:
@@ -226,9 +206,7 @@ def read_json(text: str) -> ProgramFields:
     bad += [f"{key!r}: not a key of a program" for key in data if key not in _KEYS]
     if bad:
         raise ScheduleError("the program cannot be read:\n  " + "\n  ".join(bad))
-    return ProgramFields(
-        data["name"], data["num_microbatches"], tuple(data["stage_to_rank"]), data["ranks"]
-    )
+    return data
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -243,21 +221,22 @@ def _is_int(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _is_ints(item: object) -> bool:
-    return isinstance(item, list) and all(map(_is_int, item))
+def _is_list(item: object, holds: Callable[[object], bool]) -> bool:
+    return isinstance(item, list) and all(map(holds, item))
 
 
-def _is_rows(item: object) -> bool:
-    return isinstance(item, list) and all(
-        isinstance(row, list) and all(isinstance(cell, str) for cell in row) for row in item
-    )
-
-
+_HEAD = {"format": "fxpipe.program", "version": 1}
 _KEYS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "format": (lambda item: item == _FORMAT, repr(_FORMAT)),
-    "version": (lambda item: _is_int(item) and item == _VERSION, str(_VERSION)),
+    "format": (lambda item: item == _HEAD["format"], repr(_HEAD["format"])),
+    "version": (lambda item: _is_int(item) and item == _HEAD["version"], repr(_HEAD["version"])),
     "name": (lambda item: isinstance(item, str), "a string"),
     "num_microbatches": (_is_int, "a whole number"),
-    "stage_to_rank": (_is_ints, "a list with the rank of each stage"),
-    "ranks": (_is_rows, "a list with a list of actions for each rank"),
+    "stage_to_rank": (
+        lambda item: _is_list(item, _is_int),
+        "a list with the rank of each stage",
+    ),
+    "ranks": (
+        lambda item: _is_list(item, lambda row: _is_list(row, lambda c: isinstance(c, str))),
+        "a list with a list of actions for each rank",
+    ),
 }

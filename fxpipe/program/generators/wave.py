@@ -142,9 +142,12 @@ class _Overtaking(Dispatch):
         lanes = self._lanes[rank] = [lane for lane in self._lanes[rank] if lane]
         ready, soonest = [], math.inf
         for lane in lanes:
-            time, missing = self.arrival(lane[0][1])
-            if missing >= 0:
-                self.wait(rank, missing)
+            action = lane[0][1]
+            needed = self.numbering.reads_of(action)
+            missing = [number for number in needed if self.ready[number] < 0]
+            time = max((self.ready[number] for number in needed), default=0.0)
+            if missing:
+                self.wait(rank, missing[0])
             elif time <= now:
                 ready.append(lane)
             else:

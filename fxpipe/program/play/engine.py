@@ -208,21 +208,6 @@ class Play:
         """It is known from when on the value is there for which a rank waits."""
         self._turns.append(rank)
 
-    def arrival(self, action: Action) -> tuple[float, int]:
-        """When all that a compute action reads is there; if not known, -1 and what is missing."""
-        kind, stage, microbatch, _, parts = action
-        task = self._work[kind][stage]
-        needed = self._pair(action)[0] if task is None else task[0]
-        offset = 0 if parts else microbatch or 0
-        latest = 0.0
-        for base in needed:
-            time = self.ready[base + offset]
-            if time < 0:
-                return _NOT_YET, base + offset
-            if time > latest:
-                latest = time
-        return latest, -1
-
     def _table(self) -> list[list[_Task | None]]:
         """For each kind and stage what a compute action does, None for other actions."""
         numbering, delays = self.numbering, self._delays

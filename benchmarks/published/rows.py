@@ -22,7 +22,6 @@ from fxpipe.planner.known_models import KNOWN, gpt, known_model
 from fxpipe.planner.search.candidates import Candidate
 from fxpipe.planner.search.estimate import Memory
 from fxpipe.planner.search.option import Option
-from fxpipe.planner.search.rearrange import rearranged
 from fxpipe.planner.search.search import Pricing, Search
 from fxpipe.planner.search.subject import Subject, subject_of
 
@@ -214,7 +213,7 @@ def _searched(option: Option, hardware: Hardware) -> Option:
 
     memory = tuple(filled(own) for own in option.prediction.memory)
     limit = max(own.total for own in memory)
-    made = rearranged(option, hardware, limit, "period", budget=20_000)
+    made = option.rearranged(hardware, limit, "period", budget=20_000)
     # Orders of one length may hold less; the paper's fill what they may.
     return replace(made, prediction=replace(made.prediction, memory=memory))
 

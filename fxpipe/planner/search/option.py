@@ -110,7 +110,12 @@ class Option:
         return program, simulate(program, self.costs(hardware), self.edges)
 
     def rearranged(
-        self, hardware: Hardware, memory_limit: float, objective: Objective = "step"
+        self,
+        hardware: Hardware,
+        memory_limit: float,
+        objective: Objective = "step",
+        *,
+        budget: int = 2_000_000,
     ) -> Option:
         """The option with a better order of actions, or as it was if none is quicker and fits.
 
@@ -124,7 +129,9 @@ class Option:
         room = [
             held + max(more, 0.0) for held, more in zip(timeline.peak_memory, free, strict=True)
         ]
-        found = improve(program, costs, room, edges=self.edges, objective=objective).program
+        found = improve(
+            program, costs, room, edges=self.edges, objective=objective, budget=budget
+        ).program
         layout = self.candidate.layout
         better = predict(found, self.stages, self.edge_bytes, hardware, layout, objective)
         if better.step_time >= self.step_time or better.peak > memory_limit:

@@ -13,11 +13,13 @@ replaced; the test that caused it fails and says so.
 import atexit
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 import warnings
@@ -33,6 +35,7 @@ from tests.backends import nccl_like
 __all__ = ["IMPORTED_ONCE", "RankFailedError", "answers_of_ranks", "close_pipe", "run_on_ranks"]
 
 LIMIT = 150.0
+_MANY_THREADS = 20
 STARTING = 280.0  # generous: the machine may be busy
 
 
@@ -219,6 +222,8 @@ def _call(
     finally:
         dist.destroy_process_group()
         nccl_like.instances()  # or this process keeps their threads for ever
+        if threading.active_count() > _MANY_THREADS:  # of schedules that nobody has collected yet
+            gc.collect()
 
 
 def _free_port() -> int:

@@ -108,9 +108,8 @@ def _devices() -> Iterator[Check]:
         return
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
-    names = ""
-    if kind is not None and kind.type == "cuda":
-        names = ": " + ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", None)
+    names = "" if name_of is None else ": " + ", ".join(map(name_of, range(count)))
     yield Check("accelerator", "ok", f"{count} of type {kind}{names}")
 
 

@@ -63,17 +63,19 @@ def join_ranks(device: str) -> torch.device:
 
 
 def _device(name: str, local_rank: int) -> torch.device:
+    here = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cpu" if here is None else here.type
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"--device {name!r} is no device: {error}") from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError("--device cuda: torch sees no CUDA device here; try --device cpu")
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        if here is None or here.type != device.type:
+            found = "no accelerator" if here is None else f"an accelerator of type {here.type}"
+            raise InputError(f"--device {name}: torch sees {found} here; try --device cpu")
+        device = torch.device(device.type, local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(device.index)
     return device
 
 

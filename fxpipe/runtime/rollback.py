@@ -7,14 +7,14 @@ at the first step all are. A buffer that changes for the first time in a step th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from fxpipe.torch_inside import buffers_of, version_of
 
-__all__ = ["ChangingBuffers", "RandomState", "Rollback"]
+__all__ = ["ChangingBuffers", "Rollback"]
 
 
 class ChangingBuffers:
@@ -91,23 +91,3 @@ class Rollback:
                 buffers_of(module).update(buffers)
         self._grads, self._buffers, self._held = [], [], []
         return lost
-
-
-class RandomState:
-    """The states of the random generators that modules on some devices draw from."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
-        others = {device for device in devices if device.type not in ("cpu", "meta")}
-        homes = [(torch.get_device_module(device), device) for device in others]
-        # A device module without these functions has no generator of its own.
-        self._others = [
-            (home, device, home.get_rng_state(device))
-            for home, device in homes
-            if hasattr(home, "get_rng_state")
-        ]
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._cpu)
-        for home, device, state in self._others:
-            home.set_rng_state(state, device)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import InputError, InputTypeError
+from fxpipe.graph.sandbox.random_state import put_back, random_states
 from fxpipe.program import Program, Span, lower
 from fxpipe.program.formats.text import parse_action
 from fxpipe.runtime.agree.briefs import Brief, check_pipelines
@@ -36,7 +37,7 @@ from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.partners import Partners, partner_groups
 from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.sync import NoSync, check_wrapper, do_collectives, grad_sync
-from fxpipe.runtime.rollback import ChangingBuffers, RandomState
+from fxpipe.runtime.rollback import ChangingBuffers
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.step_run import Outcome, StepRun
@@ -193,7 +194,7 @@ class Session:
         """Run the step; once more if the weight of the batch had to be known before."""
         draws = None
         if self.sums_weights is not False and call.training:
-            draws = RandomState([stage.device for stage in self.stages.values()])
+            draws = random_states()
         # Replicas have weights of their own, and must all run as often.
         assumed = 1.0 if plan.has_replicas else self._batch_weight
         for _ in range(3):
@@ -206,7 +207,7 @@ class Session:
             except BatchWeightError as found:
                 assumed = self._batch_weight = found.weight
                 if draws is not None:
-                    draws.put_back()
+                    put_back(draws)
                 control.raises_everywhere = False
         control.raises_everywhere = True
         raise InputError(

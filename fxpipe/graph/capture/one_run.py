@@ -33,6 +33,7 @@ from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
+from fxpipe.graph.sandbox.random_state import device_kinds
 from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values
 from fxpipe.graph.sizes.dynamic_shapes import Wishes
 from fxpipe.graph.sizes.symbols import Sizes
@@ -311,7 +312,7 @@ def _parts(module: nn.Module, names: frozenset[str]) -> dict[str, nn.Module]:
 
 
 def _autocast_is_on() -> bool:
-    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return any(torch.is_autocast_enabled(kind) for kind in device_kinds())
 
 
 def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: object) -> Any:

@@ -8,8 +8,6 @@ mapping from a name that people understand to a value.
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +33,7 @@ from fxpipe.graph.nested import (
     walk,
 )
 from fxpipe.graph.record.state_writes import hook_count
+from fxpipe.graph.sandbox.random_state import random_states, seed_all
 from fxpipe.graph.sandbox.restore import Places, preserved
 from fxpipe.torch_inside import (
     BUFFERS,
@@ -104,7 +103,7 @@ class Subject:
                 self._run_first(what)
             calls: list[str] = []
             watch = _Kernels(calls) if variant.watches_kernels else nullcontext()
-            _seed()
+            seed_all(_SEED)
             start = self.clock()
             try:
                 with watch:
@@ -230,28 +229,13 @@ def _copied(call: Call) -> Call:
     return args, kwargs
 
 
-def _seed() -> None:
-    torch.default_generator.manual_seed(_SEED)
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        cuda.manual_seed_all(_SEED)
-    random.seed(_SEED)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(_SEED)
-
-
 def _random_items() -> dict[str, object]:
-    found: dict[str, Any] = {
-        "random state of torch": torch.get_rng_state(),
-        "random state of Python": hash(random.getstate()),
-    }
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["random state of numpy"] = (kind, keys.tobytes(), *rest)
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        found["random state of CUDA"] = tuple(cuda.get_rng_state_all())
-    return found
+    states = random_states()
+    states["Python"] = hash(states["Python"])
+    if "numpy" in states:
+        kind, keys, *rest = states["numpy"]
+        states["numpy"] = (kind, keys.tobytes(), *rest)
+    return {f"random state of {name}": state for name, state in states.items()}
 
 
 def _output_items(output: object) -> dict[str, object]:

@@ -32,6 +32,7 @@ from torch import nn
 
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.sandbox.patches import patched
+from fxpipe.graph.sandbox.random_state import device_kinds
 from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
 from fxpipe.torch_inside import BUFFERS, MODULES, PARAMETERS
 
@@ -219,7 +220,7 @@ class Reads:
 
     def _setting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         usual: dict[tuple[Any, ...], Any] = {}
-        for args in ((), ("cpu",), ("cuda",)):
+        for args in ((), *((kind,) for kind in device_kinds())):
             with suppress(TypeError):
                 usual[args] = original(*args)
 

@@ -22,6 +22,7 @@ from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
 from fxpipe.graph.record.torch_functions import run_following
 from fxpipe.graph.sandbox.made_up import empty
+from fxpipe.graph.sandbox.random_state import device_kinds
 from fxpipe.graph.sizes.symbols import flat
 from fxpipe.torch_inside import (
     FakeTensor,
@@ -173,8 +174,7 @@ def _number(size: Any) -> object:
 
 def _autocast_key() -> Hashable:
     return tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_kinds()
     )
 
 

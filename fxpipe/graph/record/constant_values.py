@@ -30,6 +30,7 @@ from torch import nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.nested import SYMBOLIC, map_leaves, walk
 from fxpipe.graph.sandbox.patches import patched
+from fxpipe.graph.sandbox.random_state import device_kinds
 from fxpipe.graph.source_line import an_effect, is_users, user_frame
 
 __all__ = [
@@ -265,8 +266,9 @@ def _states() -> tuple[Any, ...]:
 
 _SEEDS: tuple[tuple[Any, str], ...] = (
     (torch, "manual_seed"), (torch, "seed"), (torch, "set_rng_state"), (torch.random, "fork_rng"),
-    (torch.random, "manual_seed"), (torch.random, "set_rng_state"), (torch.cuda, "manual_seed"),
-    (torch.cuda, "manual_seed_all"),
+    (torch.random, "manual_seed"), (torch.random, "set_rng_state"),
+    *((home, name) for home in {torch.cuda, *map(torch.get_device_module, device_kinds()[1:])}
+      for name in ("manual_seed", "manual_seed_all") if hasattr(home, name)),
 )  # fmt: skip
 
 

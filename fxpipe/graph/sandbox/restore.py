@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.graph.sandbox.random_state import preserved_random
 from fxpipe.torch_inside import local_tensor
 
-__all__ = ["Places", "preserved", "preserved_random", "preserved_values"]
+__all__ = ["Places", "preserved", "preserved_values"]
 
 
 @contextmanager
@@ -54,16 +55,6 @@ def preserved(
 
 
 @contextmanager
-def preserved_random() -> Iterator[None]:
-    """Restore the states of the process's random generators on exit."""
-    states = _random_states()
-    try:
-        yield
-    finally:
-        _restore_random_states(states)
-
-
-@contextmanager
 def preserved_values(module: nn.Module) -> Iterator[None]:
     """Restore the contents of parameters and buffers on exit."""
     state = (*module.parameters(), *module.buffers())
@@ -76,25 +67,6 @@ def preserved_values(module: nn.Module) -> Iterator[None]:
             for tensor, value in saved:
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
-
-
-def _random_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    cuda: Any = torch.cuda
-    if cuda.is_available() and cuda.is_initialized():
-        states["cuda"] = cuda.get_rng_state_all()
-    return states
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 _MOST = 2_000

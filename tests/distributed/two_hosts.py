@@ -1,6 +1,6 @@
 """Two hosts on one machine: network namespaces, joined by a cable that can be slow or cut.
 
-    with two_hosts() as hosts:
+    with two_hosts() as hosts:                  # two_hosts(delay=0.02, rate=80e6): a long cable
         hosts.limit("8mbit")                    # the cable's bandwidth
         answers = hosts.run("train", "1F1B")    # a function of this module, one rank per host
         hosts.cut()
@@ -29,6 +29,7 @@ __all__ = ["Hosts", "two_hosts", "why_not"]
 PORT = 29511
 _ADDRESS = "10.213.7.{}"  # exists inside the namespaces only
 _LIMIT = 240.0
+_ROOT = Path(__file__).parents[2]
 
 
 def why_not() -> str:
@@ -37,6 +38,8 @@ def why_not() -> str:
         return "network namespaces need Linux and root"
     if not all(map(shutil.which, ("ip", "unshare"))):
         return "the commands ip (iproute2) and unshare are missing"
+    if not os.path.exists("/dev/net/tun"):
+        return "there is no /dev/net/tun"
     tried = subprocess.run(["unshare", "--net", "--uts", "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else "namespaces are not permitted here"
 
@@ -45,27 +48,41 @@ class Hosts:
     def __init__(self, name: str) -> None:
         self._names = [f"{name}-{i}" for i in (0, 1)]
         self._cables = [f"fx{os.getpid() % 10**7}{end}" for end in "ab"]
+        self._carrier: subprocess.Popen[str] | None = None
 
     def _do(self, host: int, *command: str) -> None:
         whole = ["ip", "netns", "exec", self._names[host], *command]
         subprocess.run(whole, check=True, capture_output=True)
 
-    def build(self) -> None:
+    def build(self, delay: float, rate: float) -> None:
         for name in self._names:
             subprocess.run(["ip", "netns", "add", name], check=True)
-        ends = [
-            part
-            for cable, name in zip(self._cables, self._names, strict=True)
-            for part in (cable, "netns", name)
-        ]
-        command = ["ip", "link", "add", *ends[:3], "type", "veth", "peer", "name", *ends[3:]]
-        subprocess.run(command, check=True)
+        if delay:
+            self._cables = ["cable", "cable"]
+            command = [sys.executable, "-m", "tests.distributed.cable", *self._names]
+            pipe = subprocess.PIPE
+            self._carrier = subprocess.Popen(
+                [*command, str(delay), str(rate)], stdin=pipe, stdout=pipe, text=True, cwd=_ROOT
+            )
+            assert self._carrier.stdout is not None
+            assert self._carrier.stdout.readline() == "ready\n"
+        else:
+            ends = [
+                part
+                for cable, name in zip(self._cables, self._names, strict=True)
+                for part in (cable, "netns", name)
+            ]
+            command = ["ip", "link", "add", *ends[:3], "type", "veth", "peer", "name", *ends[3:]]
+            subprocess.run(command, check=True)
         for host, cable in enumerate(self._cables):
             self._do(host, "ip", "addr", "add", _ADDRESS.format(host + 1) + "/24", "dev", cable)
             self._do(host, "ip", "link", "set", "lo", "up")
             self._do(host, "ip", "link", "set", cable, "up")
 
     def remove(self) -> None:
+        if self._carrier is not None:
+            self._carrier.kill()
+            self._carrier.communicate()
         for name in self._names:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
@@ -85,7 +102,7 @@ class Hosts:
                 **os.environ, "RANK": str(host), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1",
                 "MASTER_ADDR": _ADDRESS.format(1), "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": self._cables[host],
-                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONPATH": str(_ROOT),
             }  # fmt: skip
             inside = f'hostname host-{host}; exec "$@"'
             command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", inside, "sh"]
@@ -122,10 +139,11 @@ def answers(ranks: list["subprocess.Popen[str]"]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(delay: float = 0.0, rate: float = 1e9) -> Iterator[Hosts]:
+    """Two hosts; with a `delay` in seconds the cable is one that also has a rate in bits."""
     hosts = Hosts(f"fxpipe-{os.getpid()}")
     try:
-        hosts.build()
+        hosts.build(delay, rate)
         yield hosts
     finally:
         hosts.remove()
@@ -180,6 +198,7 @@ def measure(rank: int, megabytes: int) -> dict[str, Any]:
     by_kind: dict[str, list[float]] = {}
     for span in spans:
         by_kind.setdefault(span.action.kind.text, []).append(span.end - span.start)
+    whole = max(s.end for s in spans) - min(s.start for s in spans)
     mean = {kind: sum(found) / len(found) for kind, found in by_kind.items()}
     cost = StageCost(forward=mean["F"], backward=mean["B"])
     size = float(x.nbytes) / 4
@@ -187,7 +206,7 @@ def measure(rank: int, megabytes: int) -> dict[str, Any]:
     predicted = simulate(lower(made.program), costs).makespan
     return {
         "link": [link.latency, link.bytes_per_time],
-        "bytes": size, "seconds": seconds, "predicted": predicted,
+        "bytes": size, "seconds": seconds, "computing": whole, "predicted": predicted,
     }  # fmt: skip
 
 

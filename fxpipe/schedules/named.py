@@ -95,31 +95,43 @@ def _class_of(info: ScheduleInfo) -> type[Schedule]:
 
 _CLASSES = {info.name: _class_of(info) for info in SCHEDULES.values() if info.trains}
 
-if TYPE_CHECKING:  # so that type checkers know the names, too
+if TYPE_CHECKING:  # so that type checkers, and the reference by these docstrings, know the names
 
-    class ScheduleGPipe(PipelineScheduleSingle): ...
+    class ScheduleGPipe(PipelineScheduleSingle):
+        """See the page on schedules."""
 
-    class Schedule1F1B(PipelineScheduleSingle): ...
+    class Schedule1F1B(PipelineScheduleSingle):
+        """See the page on schedules."""
 
-    class ScheduleZBH1(PipelineScheduleSingle): ...
+    class ScheduleZBH1(PipelineScheduleSingle):
+        """See the page on schedules."""
 
-    class ScheduleZBH2(PipelineScheduleSingle): ...
+    class ScheduleZBH2(PipelineScheduleSingle):
+        """See the page on schedules."""
 
-    class ScheduleInterleaved1F1B(_NamedMulti): ...
+    class ScheduleInterleaved1F1B(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleInterleavedZeroBubble(_NamedMulti): ...
+    class ScheduleInterleavedZeroBubble(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleZBVZeroBubble(_NamedMulti): ...
+    class ScheduleZBVZeroBubble(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleDualPipeV(_NamedMulti): ...
+    class ScheduleDualPipeV(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleDualPipeVDown(_NamedMulti): ...
+    class ScheduleDualPipeVDown(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleVHalf(_NamedMulti): ...
+    class ScheduleVHalf(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleVMin(_NamedMulti): ...
+    class ScheduleVMin(_NamedMulti):
+        """See the page on schedules."""
 
-    class ScheduleWave(_NamedMulti): ...
+    class ScheduleWave(_NamedMulti):
+        """See the page on schedules."""
 
 else:
     globals().update({made.__name__: made for made in _CLASSES.values()})

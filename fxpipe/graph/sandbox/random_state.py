@@ -60,7 +60,8 @@ def seed_all(seed: int) -> None:
     """Set every generator to the same state, whatever it was."""
     torch.default_generator.manual_seed(seed)
     for _, home in _accelerators():
-        home.manual_seed_all(seed)
+        # MPS has one device, and only this name.
+        (getattr(home, "manual_seed_all", None) or home.manual_seed)(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

@@ -168,15 +168,23 @@ class _Merge:
             if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
                 return ours if ours.requires_grad else theirs
             return ModeDependent(ours, theirs)
-        return ours
+        is_mixed = isinstance(ours, TensorSpec) or isinstance(theirs, TensorSpec)
+        return ModeDependent(ours, theirs) if is_mixed else ours
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModeDependent:
-    """In place of a spec: the tensor looks different in training and in evaluation."""
+    """In place of a spec: a tensor that looks different in training and in evaluation.
 
-    training: TensorSpec
-    evaluation: TensorSpec
+    Or it is a tensor in one mode only, and something else, such as None, in the other.
+    """
+
+    training: object
+    evaluation: object
+
+    @property
+    def is_always_tensor(self) -> bool:
+        return isinstance(self.training, TensorSpec) and isinstance(self.evaluation, TensorSpec)
 
 
 def _key(node: fx.Node, facts: Facts) -> Hashable:

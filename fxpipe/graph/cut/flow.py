@@ -45,11 +45,11 @@ def is_free(node: fx.Node, facts: Facts) -> bool:
         node = node.args[0]  # type: ignore[assignment]
     if node.op in ("placeholder", "get_attr"):
         return True
-    if node.target is choose:  # a number of either mode does not travel: each stage asks its flag
-        return not any(
-            isinstance(leaf, (TensorSpec, ModeDependent, sympy.Basic))
-            for _, leaf in walk(facts[node].spec)
-        )
+    if node.target is choose:  # what is no tensor in each mode does not travel: stages ask a flag
+        spec = facts[node].spec
+        if isinstance(spec, ModeDependent):
+            return not spec.is_always_tensor
+        return not any(isinstance(leaf, (TensorSpec, sympy.Basic)) for _, leaf in walk(spec))
     return node.op == "call_function" and isinstance(node.target, (Constant, Rebuild))
 
 

@@ -55,6 +55,7 @@ IN_TWO = [
     "mt5",
     "pegasus",
     "m2m_100",
+    "t5gemma",
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
@@ -100,7 +101,7 @@ FULL = _names(
     qwen3_5_text qwen3_asr qwen3_next qwen3_vl regnet rembert roberta-prelayernorm roc_bert
     roformer sam sam_hq seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip2 smollm3 solar_open
     speech-encoder-decoder speech_to_text speecht5 stablelm swiftformer swin swinv2
-    switch_transformers t5gemma t5gemma2 table-transformer tapas timesformer tipsv2 trocr ultrabert
+    switch_transformers t5gemma2 table-transformer tapas timesformer tipsv2 trocr ultrabert
     ultravbert umt5 unispeech unispeech-sat vaultgemma vibevoice_asr video_llava videomae
     videoprism_vision_model vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer wavlm xglm
     xlm-roberta-xl xlstm xmod yolos yoso youtu zamba zamba2 zaya

@@ -133,7 +133,7 @@ def test_a_rank_refuses_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WORLD_SIZE", "1")
 
     for device, message in (
-        ("cuda", "torch sees no CUDA device"),
+        ("cuda", "torch sees no accelerator here; try --device cpu"),
         ("abacus", "is no device"),
         ("fpga", "torch.distributed has no backend for it"),
     ):

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 
 import sympy
 
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, PipeliningShapeError
 
-__all__ = ["Dim", "evaluate", "free_names", "plain", "solve", "symbol", "text"]
+__all__ = ["Dim", "evaluate", "free_names", "holds", "plain", "solve", "symbol", "text"]
 
 Dim: TypeAlias = int | sympy.Expr
 
@@ -40,6 +40,7 @@ def evaluate(dim: Dim | sympy.Basic, values: Mapping[str, int]) -> Any:
 
     Raises:
         InputError: a symbol has no value.
+        PipeliningShapeError: the formula divides by zero there: `n % (n//4)` for 3.
     """
     if isinstance(dim, int):
         return dim
@@ -52,7 +53,22 @@ def evaluate(dim: Dim | sympy.Basic, values: Mapping[str, int]) -> Any:
             f"the size {text(dim)} needs a value for {', '.join(missing)}; "
             f"given: {', '.join(sorted(values)) or 'none'}"
         )
-    return code(*(values[name] for name in names))
+    try:
+        return code(*(values[name] for name in names))
+    except ZeroDivisionError:
+        given = ", ".join(f"{name} = {values[name]}" for name in names)
+        raise PipeliningShapeError(
+            f"the size {text(dim)} has no value for {given}, since it divides by zero; "
+            "give inputs for which the model itself runs, or trace it with inputs of this size"
+        ) from None
+
+
+def holds(condition: sympy.Basic, values: Mapping[str, int]) -> bool:
+    """Say whether a condition holds; not where it divides by zero."""
+    try:
+        return bool(evaluate(condition, values))
+    except PipeliningShapeError:
+        return False
 
 
 def solve(dim: sympy.Expr, name: str, value: int) -> int | None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError, PipeliningShapeError
-from fxpipe.graph.dims import Dim, evaluate, free_names, solve, symbol, text
+from fxpipe.graph.dims import Dim, evaluate, free_names, holds, solve, symbol, text
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import Accessor, branch, has_tensor, map_leaves, snapshot, walk
 
@@ -326,17 +326,10 @@ def _condition_faults(conditions: Iterable[sympy.Basic], values: dict[str, int])
     faults = []
     for condition in conditions:
         names = sorted(free_names(condition))
-        if set(names) <= values.keys() and not _holds(condition, values):
+        if set(names) <= values.keys() and not holds(condition, values):
             given = ", ".join(f"{name} = {values[name]}" for name in names)
             faults.append(f"the model was traced for sizes with {text(condition)}; got {given}")
     return faults
-
-
-def _holds(condition: sympy.Basic, values: dict[str, int]) -> bool:
-    try:
-        return bool(evaluate(condition, values))
-    except ZeroDivisionError:  # `n % (n//4)` for sizes below 4
-        return False
 
 
 def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, object]:

@@ -1,8 +1,8 @@
 import pytest
 import sympy
 
-from fxpipe.errors import InputError
-from fxpipe.graph.dims import evaluate, plain, symbol, text
+from fxpipe.errors import InputError, PipeliningShapeError
+from fxpipe.graph.dims import evaluate, holds, plain, symbol, text
 
 batch, sequence = symbol("batch"), symbol("sequence")
 VALUES = {"batch": 5, "sequence": 7}
@@ -36,6 +36,17 @@ def test_whole_numbers_are_themselves():
 def test_missing_value_is_named():
     with pytest.raises(InputError, match=r"batch \+ sequence needs a value for sequence"):
         evaluate(batch + sequence, {"batch": 3})
+
+
+def test_a_formula_that_divides_by_zero_is_refused_with_its_sizes():
+    # The check of Qwen's and EXAONE's vision parts tried sizes below a divisor: a bare
+    # ZeroDivisionError came out of `pipeline()`.
+    size = sympy.Mod(sequence, sympy.floor(sequence / 4))
+
+    with pytest.raises(PipeliningShapeError, match="no value for sequence = 3, since it divides"):
+        evaluate(size, {"sequence": 3})
+    assert holds(sympy.Eq(size, 0), {"sequence": 8})
+    assert not holds(sympy.Eq(size, 0), {"sequence": 3})
 
 
 def test_names_that_python_uses_are_fine():

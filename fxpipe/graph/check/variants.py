@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.graph.dims import evaluate, free_names
+from fxpipe.graph.dims import evaluate, free_names, holds
 from fxpipe.graph.inputs import InputSignature
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
@@ -121,7 +121,7 @@ def _double(size: int, is_batch: bool) -> list[int]:
 
 def _holds(signature: InputSignature, sizes: Sizes) -> bool:
     return all(
-        bool(evaluate(condition, sizes))
+        holds(condition, sizes)
         for condition in signature.conditions
         if free_names(condition) <= sizes.keys()
     )

@@ -394,7 +394,10 @@ def has_unbacked(output: Any, env: Any) -> bool:
 def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
     if not isinstance(expr, sympy.Basic):
         return expr
-    found: Any = sympy.sympify(expr.xreplace(dict(values)))
+    try:
+        found: Any = sympy.sympify(expr.xreplace(dict(values)))
+    except ZeroDivisionError as error:
+        raise NoValueError from error
     if found in (sympy.true, sympy.false):
         return bool(found)
     if not found.is_number:
@@ -405,14 +408,17 @@ def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
 _LIKE = {
     "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
 }  # fmt: skip
+_AS = {"expand_as", "view_as", "reshape_as", "type_as"}
 
 
 def _sizes_only(node: fx.Node) -> set[fx.Node]:
     """Return the nodes of which another reads size, dtype and device, and no value."""
     if isinstance(node.target, MaskCall):
         return {s for s in node.target.shown(node.args, node.kwargs) if isinstance(s, fx.Node)}
-    is_like = getattr(node.target, "__name__", node.target) in _LIKE
-    return set(node.all_input_nodes) if is_like else set()
+    name = getattr(node.target, "__name__", node.target)
+    shown = node.args[name in _AS :][:1] if name in _LIKE | _AS else ()
+    read = node.args[:1] if name in _AS else ()
+    return {arg for arg in shown if isinstance(arg, fx.Node) and arg not in read}
 
 
 def _is_count(args: Any) -> bool:

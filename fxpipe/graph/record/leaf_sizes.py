@@ -131,13 +131,17 @@ class StandIns:
         return self._in_model(output, fitting), own if len(needed) < len(met) else None
 
     def _holds(self, condition: Any, values: Values) -> bool:
-        return bool(self._at(condition.xreplace(self._model), values))
+        return bool(self._at(condition.xreplace(self._model), values) == sympy.true)
 
     def _at(self, expr: object, values: Values) -> Any:
+        """Return an expression's value; not a number where it divides by zero."""
         if not isinstance(expr, sympy.Basic):
             return expr
         env = self._sizes.env
-        return env.replace(expr).xreplace({**known_sizes(env), **values})
+        try:
+            return env.replace(expr).xreplace({**known_sizes(env), **values})
+        except ZeroDivisionError:
+            return sympy.nan
 
     def _ran(
         self, output: object, symbols: Collection[sympy.Symbol], inputs: Any, run: RunAt
@@ -156,8 +160,8 @@ class StandIns:
                         return leaf
                     return self._like(leaf, [number_at(size, env, values) for size in leaf.shape])
 
-                args, kwargs = map_leaves(resized, inputs)
                 try:
+                    args, kwargs = map_leaves(resized, inputs)
                     second = run(args, kwargs)
                 except Exception:
                     continue

@@ -22,7 +22,7 @@ import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from fxpipe.graph.dims import evaluate, free_names, plain, solve, symbol
+from fxpipe.graph.dims import evaluate, free_names, holds, plain, solve, symbol
 from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
@@ -315,7 +315,7 @@ class Sizes:
         """Return a condition; if fractions keep the example from meeting it, its sizes as such."""
         hints = self.hints()
         names = set() if isinstance(condition, bool) else free_names(condition)
-        if not names or evaluate(condition, hints):
+        if not names or holds(condition, hints):
             return [condition]
         return [sympy.Eq(symbol(name), hints[name]) for name in sorted(names)]
 

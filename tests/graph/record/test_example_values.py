@@ -145,6 +145,33 @@ def test_mask_that_is_only_shaped_like_an_activation_has_a_value() -> None:
     assert_parity(plain, pipe, (rows(4, seed=1), torch.tensor([3])))
 
 
+class CountsPlaces(TwoParts):
+    """As speech models do: one row of `extra` for each place that the ids leave for it."""
+
+    def forward(self, ids: Tensor, extra: Tensor) -> Tensor:
+        x = self.first(torch.stack([ids, ids, ids, ids], -1).to(extra.dtype))
+        places = (ids == 7).unsqueeze(-1).expand_as(x)
+        torch._check(x[places].numel() == extra.numel())
+        x = x.masked_scatter(places, extra)
+        pipe_split()
+        return self.last(x)
+
+
+def test_a_mask_expanded_like_an_activation_counts_for_the_example() -> None:
+    # voxtral, audioflamingo3: the mask counted as an activation, since it takes the size of one.
+    model = CountsPlaces()
+    plain = copy.deepcopy(model)
+    ids = torch.tensor([[1, 7, 7], [7, 2, 7]])
+
+    pipe = pipeline(model, (ids, rows(4)))
+
+    assert_parity(plain, pipe, (ids, rows(4)))
+    more = torch.tensor([[7, 7, 3, 4], [7, 2, 7, 2], [1, 2, 7, 7]])
+    assert_parity(plain, pipe, (more, rows(6, seed=1)))
+    with pytest.raises(InputError, match="a size depends on values of the inputs"):
+        pipe(torch.tensor([[1, 2, 7], [7, 2, 7]]), rows(4))
+
+
 class Packed(nn.Module):
     """Not opened: works on segments whose lengths are data."""
 

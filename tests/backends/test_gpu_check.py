@@ -1,23 +1,26 @@
 """`make gpu-check` works, so that the first person with GPUs gets a report and no traceback."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.gpu_check import merged
+from benchmarks.gpu_check import check_close, merged
 
 
-def run(*options: str) -> "subprocess.CompletedProcess[str]":
+def run(*options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_check", *options],
         capture_output=True,
         text=True,
         timeout=400,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         check=False,
     )
 
@@ -89,3 +92,70 @@ def test_torch_s_time_stands_beside_ours() -> None:
     (found,) = merged([[row("1F1B", ms="2"), theirs], [row("1F1B"), theirs]])
 
     assert (found["result"], found["ms"], found["torch ms"]) == ("ok", "2", "3")
+
+
+# Runs in each rank before all else.
+WRONG = """
+import os, sys
+if os.environ.get("FOLDER") and os.environ["RANK"] == "1":
+    sys.stderr.write("a chatty library\\n" * 10_000)
+    from fxpipe.runtime.session import Session
+    right = Session.step
+    def wrong(self, call):
+        outcome = right(self, call)
+        for p in self.parameters():
+            p.grad.mul_(1.01)
+        return outcome
+    if "GPipe" in sys.argv:
+        Session.step = wrong
+"""
+
+
+def test_a_rank_with_wrong_gradients_is_named_and_the_rest_is_tried(tmp_path: Path) -> None:
+    # That rank left a schedule in which the other went on, so all later checks failed as well. What
+    # it wrote filled a pipe that nobody read, and it hung.
+    (tmp_path / "sitecustomize.py").write_text(WRONG)
+    report = tmp_path / "report.txt"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    done = run(
+        *("--emulated", "--ways", "1", "--schedules", "GPipe", "--steps", "1"),
+        *("--report", str(report)),
+        PYTHONPATH=path,
+    )
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = report.read_text().splitlines()
+    (found,) = [line for line in lines if line.startswith("GPipe ")]
+    assert "  rank 1: FAILED: AssertionError" in found and "rank 0: " not in found
+    (found,) = [line for line in lines if line.startswith("a rank hangs ")]
+    assert "  ok" in found
+    assert lines[-1] == "SOMETHING IS WRONG"
+
+
+@pytest.mark.full
+def test_what_was_found_before_the_check_was_stopped_is_in_the_report(tmp_path: Path) -> None:
+    report = tmp_path / "report.txt"
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--emulated", "--schedules", "1F1B"]
+    process = subprocess.Popen(
+        [*command, "--steps", "1", "--report", str(report)], stderr=subprocess.DEVNULL
+    )
+    while not (report.exists() and "== emulated" in report.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(60) != 0
+    assert "a stage raises  ok" in report.read_text()
+    assert report.read_text().endswith("not finished\n")
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9])
+def test_gradients_are_compared_by_their_own_size(size: float) -> None:
+    # All gradients of early stages on eight GPUs were below the tolerance: none of them was "ok".
+    right = torch.linspace(-size, size, 9)
+
+    check_close([right * 1.0001], [right])
+    with pytest.raises(AssertionError):
+        check_close([right * 1.01], [right])

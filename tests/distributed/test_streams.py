@@ -285,6 +285,51 @@ def test_a_rank_that_fails_while_all_connect_holds_up_nobody(where: str, way: st
     assert [is_ok for is_ok, _ in answers] == [True, way != "ends", True], answers
 
 
+def tries_again(rank: int) -> str:
+    """Rank 1 fails before it splits the group, while the others do: what its next call says."""
+
+    def instead(*_: Any) -> Any:
+        raise MemoryError("no room for a communicator")
+
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stack.enter_context(mock.patch.object(communicators, "split_group", instead))
+        stack.enter_context(pytest.raises((MemoryError, RemoteStageError), match="no room"))
+        made = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=60.0)
+        made.step(rand(8, 8), target=rand(8, 8))
+    again = Schedule1F1B(stages_of(blocks(3), [rank]), 4, loss_fn=mse, timeout=60.0)
+    with pytest.raises(RemoteStageError) as caught:
+        again.step(rand(8, 8), target=rand(8, 8))
+    return str(caught.value)
+
+
+def test_a_group_that_some_ranks_still_split_is_not_split_again() -> None:
+    # The next split of rank 1 was taken for the one that the others were waiting for since the call
+    # that had failed, so ranks talked over different communicators.
+    texts = run_on_ranks(3, tries_again, backend="nccl_eager")
+
+    assert len(set(texts)) == 1
+    assert "rank 0 still waits for the others to split" in texts[0]
+    assert "start the job anew" in texts[0]
+
+
+def longest_call(rank: int) -> list[float]:
+    nccl_like.instances()
+    for timeout in (30.0, 7200.0):
+        made = Schedule1F1B(stages_of(blocks(2), [rank]), 4, loss_fn=mse, timeout=timeout)
+        made.step(rand(8, 8), target=rand(8, 8))
+    own = [group for group in nccl_like.instances() if group.posted]
+    return [group.options._timeout.total_seconds() for group in own]
+
+
+@pytest.mark.parametrize("streams", ["pair", "eager"])
+def test_communicators_are_more_patient_than_any_call(streams: str) -> None:
+    # Theirs was that of the first schedule: in a longer call of a later one, NCCL's ended the job.
+    found = run_on_ranks(2, longest_call, backend=f"nccl_{streams}")
+
+    assert all(len(own) == 2 and min(own) > 7200.0 for own in found), found
+
+
 @pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward")])
 def test_a_users_exception_reaches_all_ranks_and_the_next_step_works(
     stage: int, where: str

@@ -35,7 +35,12 @@ from fxpipe.runtime.control.board import HOLDER, Board, idle
 from fxpipe.runtime.control.control import CALLS, Control
 from fxpipe.runtime.control.meeting import meet, name_of, own_store
 from fxpipe.runtime.control.watch import GRACE, POLL, Life, Watch
-from fxpipe.runtime.wire.communicators import backend_of, own_communicators, streams_of
+from fxpipe.runtime.wire.communicators import (
+    backend_of,
+    is_splitting,
+    own_communicators,
+    streams_of,
+)
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
 from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport
@@ -93,7 +98,7 @@ class GroupControl(Control):
         self._call = (0, 0)
         self._deadline = deadline
         self._transports: dict[str, StreamTransport] = {}
-        met = meet(self.board, deadline)
+        met = meet(self.board, deadline, is_splitting(group))
         self._gloo = met.gloo
         self._data: Transport = GroupTransport(met.gloo)
         self._joins_all = len(met.sockets) == self.size - 1 > 0
@@ -125,11 +130,11 @@ class GroupControl(Control):
         assert group is not None
         backend = backend_of(group, device)
         if backend not in self._transports:
-            name, deadline = self.board.key(backend), self._deadline
+            name = self.board.key(backend)
             lanes = with_others(
-                lambda: own_communicators(group, device, name, deadline),
+                lambda: own_communicators(group, device, name),
                 device,
-                deadline,
+                self._deadline,
                 self._gave_up,
             )
             made = StreamTransport(lanes, streams, self._gave_up)

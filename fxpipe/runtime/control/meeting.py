@@ -18,13 +18,13 @@ import socket
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, RemoteStageError
 from fxpipe.runtime.control.board import HOLDER, Board
 from fxpipe.runtime.control.store import PATIENCE, Store, StoreSilentError
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
@@ -86,17 +86,20 @@ def name_of(group: dist.ProcessGroup) -> str:
     return _NAMES[group]
 
 
-def meet(board: Board, deadline: Deadline) -> Met:
+def meet(board: Board, deadline: Deadline, is_splitting: bool) -> Met:
     """Meet the other ranks. All of them call this.
 
     Raises:
-        RemoteStageError: a rank does not come before the deadline, or cannot connect.
+        RemoteStageError: a rank does not come before the deadline, or cannot connect; or one is
+            still splitting the group for an earlier call.
     """
     _check_descriptors(board)
     listener = _listener(board.size)
     try:
         folder = None if listener is None else listener.folder
-        found = _hello(board, {"host": _host(), "pid": os.getpid(), "folder": folder}, deadline)
+        mine = {"host": _host(), "pid": os.getpid(), "folder": folder, "splits": is_splitting}
+        found = _hello(board, mine, deadline)
+        _check_splits([rank for rank, word in enumerate(found) if word["splits"]])
         here = found[board.rank]["host"]
         near = {r: h for r, h in enumerate(found) if h["host"] == here and r != board.rank}
         gloo = _make_group(board, deadline)
@@ -118,6 +121,15 @@ def meet(board: Board, deadline: Deadline) -> Met:
         if listener is not None:
             listener.close()
     return Met(gloo, {r: h["pid"] for r, h in near.items()}, sockets)
+
+
+def _check_splits(ranks: Sequence[int]) -> None:
+    if ranks:
+        raise RemoteStageError(
+            f"rank {ranks[0]} still waits for the others to split the process group, in a call "
+            "that has failed: the process group cannot be used again: start the job anew",
+            rank=ranks[0],
+        )
 
 
 def _check_descriptors(board: Board) -> None:

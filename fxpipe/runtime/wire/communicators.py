@@ -16,19 +16,30 @@ crosswise, and a chain of any length connects in two rounds.
 from __future__ import annotations
 
 import datetime
+import weakref
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
-from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.torch_inside import backend_object, named_group, split_group
 
-__all__ = ["NCCL_STREAMS", "backend_of", "matchings", "own_communicators", "streams_of"]
+__all__ = [
+    "NCCL_STREAMS",
+    "backend_of",
+    "is_splitting",
+    "matchings",
+    "own_communicators",
+    "streams_of",
+]
 
 NUM_LANES = 2
+_TIMEOUT = datetime.timedelta(
+    days=20
+)  # longer than calls: ours speaks first. Fits in 31 bits of ms
+_SPLITTING: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 # Since torch 2.14 the lazy one has a name of its own.
 _NCCL_IS_LAZY = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
 NCCL_STREAMS = (
@@ -64,24 +75,32 @@ def streams_of(group: dist.ProcessGroup, device: torch.device) -> Streams | None
 
 
 def own_communicators(
-    group: dist.ProcessGroup, device: torch.device, name: str, deadline: Deadline
+    group: dist.ProcessGroup, device: torch.device, name: str
 ) -> list[dist.ProcessGroup]:
     """One for activations and one for gradients. All ranks of `group` call this together.
 
-    All of them know `name`, and nobody has used it. The time-out of the communicators is longer
-    than that of a call, so that ours speaks first.
+    All of them know `name`, and nobody has used it.
     """
-    timeout = datetime.timedelta(seconds=2 * max(deadline.seconds, 1800.0))
-    made = []
-    for lane in range(NUM_LANES):
-        if _is_split(group, device):
-            one: Any = split_group(group, device, f"{name}/{lane}", timeout)
-        else:
-            ranks = dist.get_process_group_ranks(group)
-            one = named_group(f"{name}/{lane}", ranks, backend_of(group, device), timeout)
-        assert one.rank() == group.rank()
-        made.append(one)
+    if not _is_split(group, device):
+        ranks, backend = dist.get_process_group_ranks(group), backend_of(group, device)
+        made = [named_group(f"{name}/{i}", ranks, backend, _TIMEOUT) for i in range(NUM_LANES)]
+    else:
+        _SPLITTING.add(group)
+        try:
+            made = [split_group(group, device, f"{name}/{i}", _TIMEOUT) for i in range(NUM_LANES)]
+        finally:
+            _SPLITTING.discard(group)
+    assert all(one.rank() == group.rank() for one in made)
     return made
+
+
+def is_splitting(group: dist.ProcessGroup) -> bool:
+    """Whether a thread splits `group`: between calls, one that was left alone (see `with_others`).
+
+    Splits have no names that are compared: a later one of others would be taken for what it waits
+    for.
+    """
+    return group in _SPLITTING
 
 
 def matchings(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -49,7 +49,7 @@ from fxpipe.program.formats.torch_actions import (
     order_of,
     program_of_order,
 )
-from fxpipe.program.fuse import join_halves
+from fxpipe.program.lower import join_halves
 from fxpipe.program.memory_actions import add_reductions, add_sharding
 from fxpipe.schedules import PipelineScheduleSingle, get_schedule_class
 from fxpipe.schedules.orders import _PipelineContext

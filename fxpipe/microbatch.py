@@ -36,13 +36,6 @@ from typing import Any
 import torch
 
 from fxpipe.chunking.merge import merge_chunks
-from fxpipe.chunking.specs import (
-    CustomReducer,
-    LossReducer,
-    Replicate,
-    TensorChunkSpec,
-    sum_reducer,
-)
 from fxpipe.chunking.split import (
     Shared,
     check_chunks,
@@ -52,6 +45,13 @@ from fxpipe.chunking.split import (
     pieces,
     read,
     shared_tensors,
+)
+from fxpipe.chunking.tree import (
+    CustomReducer,
+    LossReducer,
+    Replicate,
+    TensorChunkSpec,
+    sum_reducer,
 )
 from fxpipe.errors import InputError
 

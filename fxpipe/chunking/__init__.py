@@ -1,8 +1,7 @@
 """The machinery of `fxpipe.microbatch`: trees, values, specs, splitting, merging.
 
-    tree    open and close containers, name the way to a leaf
+    tree    open and close containers, name the way to a leaf; what a user may say about one
     values  cut and join one tensor, DTensor or BlockMask; what other objects hide
-    specs   what a user may say about a leaf, and which leaf it was said about
     split   which leaves are cut, into how many rows each
     merge   one output out of one output of each microbatch
 

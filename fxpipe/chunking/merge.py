@@ -29,16 +29,22 @@ from typing import Any
 
 import torch
 
-from fxpipe.chunking.specs import (
+from fxpipe.chunking.tree import (
     CustomReducer,
+    Node,
+    Path,
     Replicate,
+    Template,
     TensorChunkSpec,
+    build,
     child_specs,
     leaf_spec,
     not_a_spec,
+    open_cache,
+    open_node,
+    path_text,
     spec_text,
 )
-from fxpipe.chunking.tree import Node, Path, Template, build, open_cache, open_node, path_text
 from fxpipe.chunking.values import describe, is_dtensor, join
 from fxpipe.errors import InputError
 

@@ -18,15 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from fxpipe.chunking.specs import (
+from fxpipe.chunking.tree import (
+    Path,
     Replicate,
+    Template,
     TensorChunkSpec,
+    build,
     child_specs,
     leaf_spec,
     not_a_spec,
+    open_node,
+    path_text,
     spec_text,
 )
-from fxpipe.chunking.tree import Path, Template, build, open_node, path_text
 from fxpipe.chunking.values import (
     Deal,
     cut,

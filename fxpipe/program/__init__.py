@@ -6,8 +6,7 @@ from fxpipe.program.check.validate import find_faults, validate
 from fxpipe.program.compare import Compared, Comparison, compare
 from fxpipe.program.costs import Link, StageCost, StageCosts
 from fxpipe.program.formats.text import parse_action
-from fxpipe.program.fuse import fuse_backward
-from fxpipe.program.lower import lower
+from fxpipe.program.lower import fuse_backward, lower
 from fxpipe.program.play.walk import walk
 from fxpipe.program.program import Placement, Program, Step
 from fxpipe.program.simulate import simulate

@@ -17,7 +17,7 @@ from fxpipe.runtime.control.control import Control, bits_of, number_of
 from fxpipe.runtime.control.sums import sum_over_ranks
 from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.parameters.tied import Scale
-from fxpipe.runtime.stage.loss import LossTerm
+from fxpipe.runtime.stage.step_data import LossTerm
 from fxpipe.runtime.wire.transport import Transport
 from fxpipe.torch_inside import backward_hooks, backward_pre_hooks, post_accumulate_hooks
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxpipe.errors import InputError, InputTypeError
-from fxpipe.graph.sandbox.random_state import put_back, random_states
+from fxpipe.graph.sandbox.restore import put_back, random_states
 from fxpipe.program import Program, Span, lower
 from fxpipe.program.formats.text import parse_action
 from fxpipe.runtime.agree.briefs import Brief, check_pipelines

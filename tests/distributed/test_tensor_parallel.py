@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe import InputError, PipelineStage, RemoteStageError, get_schedule_class, pipeline
 from fxpipe.runtime.split.deferral import Deferral
-from fxpipe.runtime.wire.packing import Shares
+from fxpipe.runtime.wire.message import Shares
 from tests.backends import nccl_like
 from tests.distributed.bodies import layout, mse, rand
 from tests.distributed.ranks import run_on_ranks

@@ -33,8 +33,7 @@ from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
 from fxpipe.graph.sandbox.fake import FakeState, fake_mode, on_trace_device, unlogged
 from fxpipe.graph.sandbox.patches import intercepted
-from fxpipe.graph.sandbox.random_state import device_kinds
-from fxpipe.graph.sandbox.restore import Places, preserved, preserved_values
+from fxpipe.graph.sandbox.restore import Places, device_kinds, preserved, preserved_values
 from fxpipe.graph.sizes.dynamic_shapes import Wishes
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, local_tensor

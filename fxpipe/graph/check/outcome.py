@@ -33,8 +33,7 @@ from fxpipe.graph.nested import (
     walk,
 )
 from fxpipe.graph.record.state_writes import hook_count
-from fxpipe.graph.sandbox.random_state import random_states, seed_all
-from fxpipe.graph.sandbox.restore import Places, preserved
+from fxpipe.graph.sandbox.restore import Places, preserved, random_states, seed_all
 from fxpipe.torch_inside import (
     BUFFERS,
     MODULES,

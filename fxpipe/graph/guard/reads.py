@@ -32,7 +32,7 @@ from torch import nn
 
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.sandbox.patches import patched
-from fxpipe.graph.sandbox.random_state import device_kinds
+from fxpipe.graph.sandbox.restore import device_kinds
 from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
 from fxpipe.torch_inside import BUFFERS, MODULES, PARAMETERS
 

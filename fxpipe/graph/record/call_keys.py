@@ -22,7 +22,7 @@ from fxpipe.graph import markers
 from fxpipe.graph.nested import SYMBOLIC, walk
 from fxpipe.graph.record.torch_functions import run_following
 from fxpipe.graph.sandbox.made_up import empty
-from fxpipe.graph.sandbox.random_state import device_kinds
+from fxpipe.graph.sandbox.restore import device_kinds
 from fxpipe.graph.sizes.symbols import flat
 from fxpipe.torch_inside import (
     FakeTensor,

@@ -30,7 +30,7 @@ from torch import nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.nested import SYMBOLIC, map_leaves, walk
 from fxpipe.graph.sandbox.patches import patched
-from fxpipe.graph.sandbox.random_state import device_kinds
+from fxpipe.graph.sandbox.restore import device_kinds
 from fxpipe.graph.source_line import an_effect, is_users, user_frame
 
 __all__ = [

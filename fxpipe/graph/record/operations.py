@@ -1,5 +1,7 @@
 """Run the torch functions of opened code, and write a node for each.
 
+A `Writer` also writes nodes that only a trace needs: what a stage compares, and what it refuses.
+
 Where code asks for the value of a tensor it gets the only answer there is, or what the example
 inputs say if the trace follows them; then the stage asks again and compares.
 """
@@ -8,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,15 +19,22 @@ from torch import fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.aux_losses import aux_loss
-from fxpipe.graph.calls.checks import Agreed, AgreedDtype, AgreedGradient
-from fxpipe.graph.calls.graph_calls import Hooked, TracedDtype
+from fxpipe.graph.calls.checks import Agreed, AgreedDtype, AgreedGradient, AgreedPart, AgreedSizes
+from fxpipe.graph.calls.graph_calls import Hooked, Refusal, TracedDtype
 from fxpipe.graph.calls.late_lists import joined_late, plain_lists, rejoined, split_late
 from fxpipe.graph.calls.value_functions import Found, running_functions
 from fxpipe.graph.nested import has_tensor, map_leaves, walk
-from fxpipe.graph.record.constant_values import DECISIONS, Decisions, ValueDecidesError, is_draw
+from fxpipe.graph.record.constant_values import (
+    DECISIONS,
+    Chance,
+    Decisions,
+    ValueDecidesError,
+    is_draw,
+)
 from fxpipe.graph.record.example_values import NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import LeafRuns, run_operation
 from fxpipe.graph.record.names import Running
+from fxpipe.graph.record.tape import Tape, UnknownTensorError
 from fxpipe.graph.record.torch_functions import (
     as_node,
     clamped_slices,
@@ -35,13 +44,87 @@ from fxpipe.graph.record.torch_functions import (
     stacked_indices,
     substitute,
 )
-from fxpipe.graph.record.writer import Writer
 from fxpipe.graph.sandbox.fake import Left
 from fxpipe.graph.sizes.symbols import Sizes
-from fxpipe.graph.source_line import Place, a_decisive_draw, an_effect, is_users, user_frame
+from fxpipe.graph.source_line import (
+    Place,
+    a_decisive_draw,
+    a_draw,
+    an_effect,
+    an_unknown_tensor,
+    is_users,
+    user_frame,
+)
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, version_of
 
-__all__ = ["Operations"]
+__all__ = [
+    "Operations",
+    "Writer",
+]
+
+
+class Writer:
+    """Writes on the tape of one trace; `wanted` are modules that should have been open."""
+
+    def __init__(self, running: Running, tape: Tape) -> None:
+        self._running = running
+        self.tape = tape
+        self.chance = Chance()
+        self.wanted: set[str] = set()
+        self.hooked: set[str] = set()  # leaves with hooks of users
+        self._refused: set[str] = set()
+
+    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """Write the call of a function."""
+        return self.tape.write("call_function", target, args, {})
+
+    def argument(self, value: Any) -> Any:
+        """Return a value as a graph argument."""
+        with self.explained():
+            return self.tape.argument(value)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of a tensor that nothing has made where it is used."""
+        try:
+            yield
+        except UnknownTensorError:
+            self.wanted |= self.hooked  # a hook in a leaf may have kept it
+            raise TraceError(an_unknown_tensor(user_frame())) from None
+
+    def want_open(self) -> None:
+        """Ask for the leaves that are running to be opened."""
+        names = map(self._running.name_of, self._running.leaves)
+        self.wanted.update(name for name in names if name is not None)
+
+    def refuse(self, message: str) -> None:
+        """Have the graph refuse to run in the mode that is traced."""
+        if message not in self._refused:
+            self._refused.add(message)
+            self.call(Refusal(message))
+
+    def refuse_draw(self) -> None:
+        """Refuse the use of a random number that is not torch's."""
+        self.refuse(a_draw(user_frame()))
+
+    def check_chance(self) -> None:
+        """Refuse if opened code has drawn such a number since the last time."""
+        if self.chance.was_drawn():
+            self.refuse_draw()
+
+    def check_sizes(self, output: Any) -> None:
+        """Have the stage check that tensors have the sizes that the trace gave them."""
+        tensors = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
+        expected = self.argument([list(tensor.shape) for tensor in tensors])
+        self.call(AgreedSizes(user_frame()), self.argument(tensors), expected)
+
+    def check_parts(self, node: fx.Node, output: Any) -> None:
+        """Have the stage compare the numbers and flags among what a leaf returns."""
+        for path, leaf in walk(output):
+            is_plain = all(kind == "item" for kind, _ in path)
+            if is_plain and isinstance(leaf, (bool, int, float, str)):
+                self.call(AgreedPart(user_frame()), leaf, self.tape.part_of(node, path))
+
 
 _TO_NUMPY = ("numpy", "__array__")
 

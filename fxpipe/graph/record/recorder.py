@@ -32,12 +32,11 @@ from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.leaf_runs import LeafRuns
 from fxpipe.graph.record.names import Running
-from fxpipe.graph.record.operations import Operations
+from fxpipe.graph.record.operations import Operations, Writer
 from fxpipe.graph.record.state_writes import Carried, StateWatch
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import is_metadata
 from fxpipe.graph.record.whole_calls import LeafCalls, WholeCalls
-from fxpipe.graph.record.writer import Writer
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.sandbox.patches import Seer
 from fxpipe.graph.sizes.symbols import Sizes

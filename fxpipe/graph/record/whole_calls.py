@@ -30,9 +30,8 @@ from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns
 from fxpipe.graph.record.names import Running
-from fxpipe.graph.record.operations import Operations
+from fxpipe.graph.record.operations import Operations, Writer
 from fxpipe.graph.record.torch_functions import plain_tuples
-from fxpipe.graph.record.writer import Writer
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.sandbox.patches import observe, unobserved
 from fxpipe.graph.sizes.symbols import Sizes

@@ -11,6 +11,9 @@ files that define them, each beside a copy; and the states of random generators 
 on fake tensors may leave some of them in a cache that the next run of the plain model would use.
 The walk goes from near to far and ends `_MOST` places beyond the modules, so that a model made of
 a large package is not searched for long. What C code keeps is not seen.
+
+Accelerators are found by what they can do (`torch.accelerator`), not by their name. One that is
+there but was not used yet has no random state: to ask for it would start it.
 """
 
 from __future__ import annotations
@@ -28,10 +31,76 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.graph.sandbox.random_state import preserved_random
 from fxpipe.torch_inside import local_tensor
 
-__all__ = ["Places", "preserved", "preserved_values"]
+__all__ = [
+    "Places",
+    "device_kinds",
+    "preserved",
+    "preserved_random",
+    "preserved_values",
+    "put_back",
+    "random_states",
+    "seed_all",
+]
+
+
+def device_kinds() -> tuple[str, ...]:
+    """The CPU, and the kind of accelerator that this torch was made for."""
+    found = torch.accelerator.current_accelerator()
+    return ("cpu",) if found is None or found.type == "cpu" else ("cpu", found.type)
+
+
+def random_states() -> dict[str, Any]:
+    """The state of each generator, by what people call it."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "Python": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    for kind, home in _accelerators():
+        for place in range(home.device_count()):
+            states[f"{kind}:{place}"] = home.get_rng_state(torch.device(kind, place))
+    return states
+
+
+def put_back(states: dict[str, Any]) -> None:
+    """Set each generator to a state that `random_states` has found."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["Python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    for kind, home in _accelerators():
+        for place in range(home.device_count()):
+            if f"{kind}:{place}" in states:
+                home.set_rng_state(states[f"{kind}:{place}"], torch.device(kind, place))
+
+
+@contextmanager
+def preserved_random() -> Iterator[None]:
+    """Restore the states of all generators on exit."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        put_back(states)
+
+
+def seed_all(seed: int) -> None:
+    """Set every generator to the same state, whatever it was."""
+    torch.default_generator.manual_seed(seed)
+    for _, home in _accelerators():
+        # MPS has one device, and only this name.
+        (getattr(home, "manual_seed_all", None) or home.manual_seed)(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _accelerators() -> Iterator[tuple[str, Any]]:
+    for kind in device_kinds()[1:]:
+        home = torch.get_device_module(kind)
+        is_used = getattr(home, "is_initialized", home.is_available)
+        if home.is_available() and is_used() and hasattr(home, "get_rng_state"):
+            yield kind, home
 
 
 @contextmanager

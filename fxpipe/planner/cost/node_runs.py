@@ -34,8 +34,7 @@ from fxpipe.graph.record.call_keys import module_key
 from fxpipe.graph.record.tape import Constant, StageDevice
 from fxpipe.graph.sandbox.fake import FakeState, unlogged
 from fxpipe.graph.sandbox.patches import Seer, intercepted
-from fxpipe.graph.sandbox.random_state import preserved_random
-from fxpipe.graph.sandbox.restore import preserved, preserved_values
+from fxpipe.graph.sandbox.restore import preserved, preserved_random, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.watch import entry, observe

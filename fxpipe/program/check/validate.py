@@ -34,13 +34,14 @@ from typing import get_args
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, Kind, Value, reads, recv_of, send_of, writes
-from fxpipe.program.check.census import Census, take_census
 from fxpipe.program.check.completeness import (
+    Census,
     check_offloads,
     check_parameters,
     check_size,
     check_transfers,
     check_work,
+    take_census,
 )
 from fxpipe.program.check.faults import Fault, FaultKind, report
 from fxpipe.program.play.engine import Play, unit_times

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges
-from fxpipe.program.check.census import take_census
+from fxpipe.program.check.completeness import take_census
 from fxpipe.program.check.faults import report
 from fxpipe.program.play.engine import Play, Times, unit_times
 from fxpipe.program.play.numbering import Numbering

@@ -46,8 +46,7 @@ from fxpipe.runtime.stage.dtensors import is_parallel
 from fxpipe.runtime.stage.executor import Executor, Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
 from fxpipe.runtime.stage.stage_runner import StageRunner, Wiring, wire
-from fxpipe.runtime.wire.message import Half
-from fxpipe.runtime.wire.packing import Narrow, Packing, Shares
+from fxpipe.runtime.wire.message import Half, Narrow, Packing, Shares
 from fxpipe.runtime.wire.plain import dumps
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import Transport

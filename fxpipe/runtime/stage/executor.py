@@ -32,8 +32,7 @@ from fxpipe.runtime.parameters.sync import collective
 from fxpipe.runtime.stage.boundary import Boundary
 from fxpipe.runtime.stage.stage_runner import StageRunner
 from fxpipe.runtime.wire.failure import Failure
-from fxpipe.runtime.wire.message import Half, Unpacked
-from fxpipe.runtime.wire.packing import Packing, Shares
+from fxpipe.runtime.wire.message import Half, Packing, Shares, Unpacked
 from fxpipe.runtime.wire.transport import Incoming, Transport
 from fxpipe.torch_inside import profiler_is_on
 

@@ -24,11 +24,10 @@ from fxpipe.runtime.split.deferral import Deferral, can_defer
 from fxpipe.runtime.split.engine import run_backward
 from fxpipe.runtime.stage.boundary import Boundary, PortShape, Skeleton
 from fxpipe.runtime.stage.dtensors import Layout, as_dtensor, find_mesh, finished, local_part
-from fxpipe.runtime.stage.loss import LossTerm, loss_term, own_leaves
 from fxpipe.runtime.stage.offload import SavedTensors
 from fxpipe.runtime.stage.received import Slots, receive
 from fxpipe.runtime.stage.stage_kind import Stage, forward_context
-from fxpipe.runtime.stage.step_data import StepData
+from fxpipe.runtime.stage.step_data import LossTerm, StepData, loss_term, own_leaves
 from fxpipe.torch_inside import parameters_of, pytree
 
 __all__ = ["StageRunner", "Wiring", "wire"]

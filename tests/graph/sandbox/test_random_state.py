@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import torch
 
-from fxpipe.graph.sandbox.random_state import preserved_random, random_states, seed_all
+from fxpipe.graph.sandbox.restore import preserved_random, random_states, seed_all
 
 
 def draws() -> tuple[float, float, float]:
@@ -35,7 +35,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("made_up")
-from fxpipe.graph.sandbox.random_state import preserved_random, random_states
+from fxpipe.graph.sandbox.restore import preserved_random, random_states
 
 states = [torch.tensor([1]), torch.tensor([2])]
 home = torch.get_device_module("made_up")

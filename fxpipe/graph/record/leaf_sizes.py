@@ -233,7 +233,9 @@ class StandIns:
             shape = [size(expr) for expr in next(remaining)]
             if isinstance(leaf, torch.SymInt):
                 return shape[0]
-            return self._like(leaf, shape) if _has_symbols(leaf) else leaf
+            if not _has_symbols(leaf) and not any(isinstance(part, torch.SymInt) for part in shape):
+                return leaf
+            return self._like(leaf, shape)
 
         return map_leaves(one, output)
 

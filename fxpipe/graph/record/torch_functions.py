@@ -218,6 +218,8 @@ _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> object:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
+    if kwargs.get("generator", func) is None:  # with one, torch takes numbers only
+        kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     if not any(word in getattr(func, "__name__", "") for word in _FIXING):
         return func(*args, **kwargs)
     with following_sizes():

@@ -114,3 +114,15 @@ def test_whether_a_size_is_one_is_no_condition_of_a_leaf() -> None:
     pipe = pipeline(WithLeaf(), (torch.randn(2, 8, 8),), split_spec={"b": SplitPoint.BEGINNING})
 
     assert [str(condition) for condition in pipe.info().guards] == ["sequence <= 16"]
+
+
+class Noisy(WithLeaf):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn(x.shape, generator=None, dtype=x.dtype))
+
+
+def test_a_draw_without_a_generator_fixes_no_size() -> None:
+    # torch takes no symbols in the variant of randn that has a generator.
+    pipe = pipeline(Noisy(), (torch.randn(2, 8, 8),), split_spec={"b": SplitPoint.BEGINNING})
+
+    assert pipe.info().symbols[:1] == ("batch",)

@@ -430,7 +430,7 @@ CLASSES: dict[str, str] = {
 }
 # How many features one image (or sound) becomes.
 IMAGE_TOKENS: dict[str, int] = {
-    "got_ocr2": 1, "pp_chart2table": 1, "qwen2_audio": 1,
+    "got_ocr2": 1, "pp_chart2table": 1, "qwen2_audio": 32,
     "florence2": 2,
     "blip-2": 4, "instructblip": 4, "gemma3": 4, "kosmos-2": 4, "aya_vision": 4,
     "cohere2_vision": 4, "idefics3": 4, "internvl": 4, "lighton_ocr": 4, "mistral3": 4,

@@ -53,6 +53,25 @@ class Branches(Tokens):
         return self.linear(x if x.shape[1] < 20 else x[:, ::2])
 
 
+class Recurrent(nn.Module):
+    """An LSTM: on tensors without data torch makes numbers of all sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.lstm(x)[0]
+        return found
+
+
+class Joint(nn.Module):
+    """Adds each token to each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, None] + x[:, :, None]
+
+
 class Even(Tokens):
     """Takes pairs only."""
 
@@ -98,6 +117,22 @@ def test_a_leaf_that_returns_other_sizes_is_refused(at: str) -> None:
     with pytest.raises((InputError, PipeliningShapeError)):
         pipe(x)
     torch.testing.assert_close(pipe(x[:, :11]), model(x[:, :11]))
+
+
+def test_sizes_that_were_numbers_in_the_leaf_are_open_behind_it() -> None:
+    # The output kept the numbers, so that the next leaf took them for conditions of its own.
+    model = Model(Recurrent())
+    model.b = Joint()
+    model.double()
+    x = torch.randn(2, 8, WIDTH).double()
+    pipe = pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING})
+
+    for shape in ((2, 8), (3, 8), (1, 8), (2, 11)):
+        x = torch.randn(*shape, WIDTH).double()
+        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
+    assert [str(sent.port.spec) for sent in pipe.interfaces[0].sent] == [
+        "float64[batch, sequence, 4]"
+    ]
 
 
 def test_what_a_leaf_needs_is_a_condition_of_the_model() -> None:

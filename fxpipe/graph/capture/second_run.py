@@ -19,7 +19,7 @@ from torch import fx, nn
 from fxpipe.graph.calls.checks import AgreedSizes
 from fxpipe.graph.calls.graph_calls import GraphCall, Kept, Refusal
 from fxpipe.graph.facts import map_pairs
-from fxpipe.graph.guard.reads import find
+from fxpipe.graph.guard.world import find
 from fxpipe.graph.nested import SYMBOLIC, closed_over, is_atom
 from fxpipe.graph.record.recorder import Trace
 

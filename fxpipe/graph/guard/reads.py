@@ -16,7 +16,6 @@ and the user's functions, whose own code is looked at in turn.
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import dis
 import functools
 import os
@@ -30,42 +29,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxpipe.graph.guard.world import MISSING, PLACES, Asked, Read, find, own_attributes
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.sandbox.restore import device_kinds
 from fxpipe.graph.source_line import Place, is_ours, is_users, user_frame
-from fxpipe.torch_inside import BUFFERS, MODULES, PARAMETERS
 
-__all__ = ["MISSING", "Asked", "FreeReads", "Read", "Reads", "find"]
-
-
-class _Missing:
-    """Stands for an attribute that is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
+__all__ = ["FreeReads", "Reads"]
 
 
-MISSING = _Missing()
-_PLACES = (PARAMETERS, BUFFERS, MODULES)
 _MACHINERY = frozenset({*vars(nn.Module()), *dir(nn.Module), "_is_hf_initialized", "forward"})
 # Settings of the process that code may ask for, by the module that has the function.
 _SETTINGS = (
     "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "get_autocast_dtype",
     "are_deterministic_algorithms_enabled", "get_default_dtype", "is_autocast_cache_enabled",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Read:
-    """The first read of an attribute: where it was found, its value, and what was inside."""
-
-    holder: Any
-    name: str
-    home: str  # one of _PLACES, "__dict__", "class" or "" for an attribute that is missing
-    value: Any
-    inside: Any
-    place: Place
 
 
 class Reads:
@@ -178,8 +156,8 @@ class Reads:
     def empty_caches(self) -> None:
         """Put back what was in caches before the run."""
         for read in self.caches:
-            place = getattr_dict(read.holder)
-            place = place[read.home] if read.home in _PLACES else place
+            place = own_attributes(read.holder)
+            place = place[read.home] if read.home in PLACES else place
             if read.value is MISSING:
                 place.pop(read.name, None)
             elif read.home != "class":
@@ -251,31 +229,6 @@ class Reads:
         return read
 
 
-def find(holder: Any, name: str) -> tuple[str, Any]:
-    """Return where an attribute is and its value, without running any code of the class."""
-    attributes = getattr_dict(holder)
-    if name in attributes:
-        return "__dict__", attributes[name]
-    if isinstance(holder, nn.Module):
-        for place in _PLACES:
-            inside = attributes.get(place)
-            if inside is not None and name in inside:
-                return place, inside[name]
-    for kind in type(holder).__mro__:
-        if name in kind.__dict__:
-            return "class", kind.__dict__[name]
-    return "", MISSING
-
-
-def getattr_dict(holder: Any) -> dict[str, Any]:
-    """Return an object's own attributes."""
-    try:
-        found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return {}
-    return found
-
-
 def _inside(value: Any) -> Any:
     """Describe what is in a container or an object; None for anything else."""
     if type(value) in (list, dict, set) or _is_object(value):
@@ -303,29 +256,6 @@ _CHANGES = frozenset(
     {"append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "clear"}
 )
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
-
-
-class Asked(NamedTuple):
-    """Something outside the model: what it was, how to ask for it again, and who reads it."""
-
-    text: str
-    ask: Callable[[], Any]
-    value: Any
-    place: Place
-
-    def now(self) -> Any:
-        """Return what it is now; an object of ours where it is gone."""
-        try:
-            return self.ask()
-        except Exception:
-            return _NOTHING
-
-    def is_same(self) -> bool:
-        now = self.now()
-        try:
-            return type(now) is type(self.value) and bool(now == self.value)
-        except Exception:
-            return False
 
 
 class FreeReads:

@@ -16,20 +16,93 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.guard.reads import MISSING, Asked, Read, Reads, find
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.source_line import Place
-from fxpipe.torch_inside import BUFFERS, HOOKS, PARAMETERS
+from fxpipe.torch_inside import BUFFERS, HOOKS, MODULES, PARAMETERS
 
-__all__ = ["World"]
+if TYPE_CHECKING:
+    from fxpipe.graph.guard.reads import Reads
+
+__all__ = ["MISSING", "PLACES", "Asked", "Read", "World", "find", "own_attributes"]
 
 _MOST = 5000  # entries of one container that are compared
+
+
+class _Missing:
+    """Stands for an attribute that is not there."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+PLACES = (PARAMETERS, BUFFERS, MODULES)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Read:
+    """The first read of an attribute: where it was found, its value, and what was inside."""
+
+    holder: Any
+    name: str
+    home: str  # one of PLACES, "__dict__", "class" or "" for an attribute that is missing
+    value: Any
+    inside: Any
+    place: Place
+
+
+class Asked(NamedTuple):
+    """Something outside the model: what it was, how to ask for it again, and who reads it."""
+
+    text: str
+    ask: Callable[[], Any]
+    value: Any
+    place: Place
+
+    def now(self) -> Any:
+        """Return what it is now; an object of ours where it is gone."""
+        try:
+            return self.ask()
+        except Exception:
+            return MISSING
+
+    def is_same(self) -> bool:
+        now = self.now()
+        try:
+            return type(now) is type(self.value) and bool(now == self.value)
+        except Exception:
+            return False
+
+
+def find(holder: Any, name: str) -> tuple[str, Any]:
+    """Return where an attribute is and its value, without running any code of the class."""
+    attributes = own_attributes(holder)
+    if name in attributes:
+        return "__dict__", attributes[name]
+    if isinstance(holder, nn.Module):
+        for place in PLACES:
+            inside = attributes.get(place)
+            if inside is not None and name in inside:
+                return place, inside[name]
+    for kind in type(holder).__mro__:
+        if name in kind.__dict__:
+            return "class", kind.__dict__[name]
+    return "", MISSING
+
+
+def own_attributes(holder: Any) -> dict[str, Any]:
+    """Return an object's own attributes."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from fxpipe.graph.calls.graph_calls import Kept
-from fxpipe.graph.guard.reads import MISSING, Read, Reads
+from fxpipe.graph.guard.reads import Reads
+from fxpipe.graph.guard.world import MISSING, Read
 from fxpipe.graph.nested import SYMBOLIC, contents, is_atom, snapshot, walk
 from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.sandbox.fake import FakeState

@@ -40,13 +40,13 @@ from fxpipe.runtime.wire.communicators import (
     is_splitting,
     own_communicators,
     streams_of,
+    with_others,
 )
 from fxpipe.runtime.wire.failure import Deadline, Failure, described, remote_error
 from fxpipe.runtime.wire.plain import dumps, loads
 from fxpipe.runtime.wire.sockets import HostTransport
 from fxpipe.runtime.wire.stream_transport import StreamTransport
 from fxpipe.runtime.wire.transport import GroupTransport, Transport, TransportError
-from fxpipe.runtime.wire.with_others import with_others
 from fxpipe.torch_inside import gather_options
 
 __all__ = ["GroupControl", "control_of"]

@@ -219,7 +219,7 @@ class TracedFront(Front):
     def name_inputs(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), self.info.name_inputs(args, kwargs, partial=True)
+        return (), self.info.inputs.name_inputs(args, kwargs, partial=True)
 
     def takes(self, stage: Stage) -> frozenset[str] | None:
         return frozenset(self.info.interfaces[stage.stage_index].model_inputs)

@@ -16,14 +16,17 @@ crosswise, and a chain of any length connects in two rounds.
 from __future__ import annotations
 
 import datetime
+import threading
 import weakref
-from collections.abc import Iterable
-from typing import get_args
+from collections.abc import Callable, Iterable
+from typing import TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
+from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.runtime.wire.transport import TransportError
 from fxpipe.torch_inside import backend_object, named_group, split_group
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "matchings",
     "own_communicators",
     "streams_of",
+    "with_others",
 ]
 
 NUM_LANES = 2
@@ -131,3 +135,41 @@ def _is_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     world = dist.group.WORLD
     is_bound = world is not None and world.bound_device_id is not None
     return is_bound and bool(getattr(backend_object(group, device), "supports_splitting", False))
+
+
+_SLICE = 0.05  # seconds between two looks
+
+T = TypeVar("T")
+
+
+def with_others(
+    work: Callable[[], T], device: torch.device, deadline: Deadline, gave_up: Callable[[], bool]
+) -> T:
+    """What `work` returns, done by a thread of its own, which is left alone once it is too late.
+
+    Raises:
+        TransportError: the deadline is over, or the call was given up meanwhile.
+    """
+    made: list[T] = []
+    errors: list[BaseException] = []
+    is_over = threading.Event()
+    place = None if device.type == "cpu" else torch.accelerator.current_device_index()
+
+    def run() -> None:
+        try:
+            if place is not None:  # every thread has a current device of its own
+                torch.accelerator.set_device_index(place)
+            made.append(work())
+        except BaseException as error:
+            errors.append(error)
+        is_over.set()
+
+    threading.Thread(target=run, name="fxpipe-connect", daemon=True).start()
+    while not is_over.wait(_SLICE):
+        if gave_up():
+            raise TransportError(-1, "the call was given up", timed_out=False)
+        if deadline.left() == 0.0:
+            raise TransportError(-1, f"timed out after {deadline.seconds:g} s", timed_out=True)
+    if errors:
+        raise errors[0]
+    return made[0]

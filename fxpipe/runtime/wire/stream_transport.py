@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.program.play.queues import Streams
-from fxpipe.runtime.wire.communicators import matchings
+from fxpipe.runtime.wire.communicators import matchings, with_others
 from fxpipe.runtime.wire.failure import Deadline
 from fxpipe.runtime.wire.transport import Incoming, TensorShape, TransportError, as_bytes, as_dense
-from fxpipe.runtime.wire.with_others import with_others
 
 __all__ = ["StreamTransport"]
 

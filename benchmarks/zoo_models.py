@@ -4,6 +4,7 @@ Each entry of `ZOO` is built like a case of the Hugging Face table: `build` make
 `inputs` its keyword inputs for a batch. Packages are imported when a model of theirs is built.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def _made(path: str, *args: Any, **options: Any) -> Callable[[], nn.Module]:
     return make
 
 
+@functools.cache
 def _torchvision_without_kernels() -> None:
     """Name the operators that torchvision's CUDA build cannot load beside a CPU build of torch.
 

@@ -191,8 +191,12 @@ def assert_same(expected: Run, found: Run, *, tolerance: float = 1e-5) -> None:
 
 
 def _flat(output: Any) -> tuple[str, list[tuple[str, Any]]]:
-    leaves, spec = pytree.tree_flatten_with_path(output)
-    return str(spec), [(pytree.keystr(path), leaf) for path, leaf in leaves]
+    leaves, spec = pytree.tree_flatten(output)
+    try:
+        names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(output)[0]]
+    except ValueError:  # A class that is registered without names for its parts.
+        names = [f"[{index}]" for index in range(len(leaves))]
+    return str(spec), list(zip(names, leaves, strict=True))
 
 
 def _copied(inputs: Any) -> Any:

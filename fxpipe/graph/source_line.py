@@ -100,7 +100,8 @@ def is_users(file: str) -> bool:
 
 # What these functions are told, they report: it decides nothing.
 _REPORTS = {
-    "torch_compilable_check", "_check", "warn", "warning", "warning_once", "info", "debug", "error",
+    "torch_compilable_check", "_check", "_assert", "print", "warn", "warning", "warning_once",
+    "info", "debug", "error", "critical", "exception", "log",
 }  # fmt: skip
 
 

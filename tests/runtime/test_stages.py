@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fxpipe import (
     Schedule1F1B,
     ScheduleError,
 )
+from fxpipe.torch_inside import pytree
 from tests.runtime.stages import Block, check_step, mse, rand, run_plain, schedule_for
 from tests.runtime.training import SCHEDULE_NAMES, assert_close
 
@@ -213,6 +215,24 @@ class Unpack(nn.Module):
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBH1"])
 def test_any_structure_between_stages(schedule: str) -> None:
     check_step([Pack(), Unpack()], schedule, X, Y)
+
+
+def test_a_class_registered_without_names_for_its_parts_travels() -> None:
+    class Output:
+        def __init__(self, h: Tensor) -> None:
+            self.h = h
+
+    pytree.register_pytree_node(Output, lambda found: ([found.h], None), lambda h, _: Output(*h))
+
+    class Make(Block):
+        def forward(self, x: Tensor) -> object:
+            return Output(super().forward(x))
+
+    class Take(Block):
+        def forward(self, value: Any) -> Tensor:
+            return super().forward(value.h)
+
+    check_step([Make(), Take()], "GPipe", X, Y)
 
 
 def test_a_number_that_changes_between_microbatches_is_refused() -> None:

@@ -121,14 +121,19 @@ class Skeleton:
 
 def skeleton_of(value: Any) -> Skeleton:
     """The structure of `value` without its tensors."""
-    paths, treespec = pytree.tree_flatten_with_path(value)
-    is_tensor = tuple(isinstance(leaf, torch.Tensor) for _, leaf in paths)
-    return Skeleton(
-        treespec,
-        tuple(None if flag else leaf for flag, (_, leaf) in zip(is_tensor, paths, strict=True)),
-        is_tensor,
-        tuple(f"output{pytree.keystr(path)}" for path, _ in paths),
-    )
+    leaves, treespec = pytree.tree_flatten(value)
+    is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    kept = tuple(None if flag else leaf for flag, leaf in zip(is_tensor, leaves, strict=True))
+    return Skeleton(treespec, kept, is_tensor, _names(value, len(leaves)))
+
+
+def _names(value: Any, count: int) -> tuple[str, ...]:
+    """What to call the parts of `value`; a class may be registered without names for its own."""
+    try:
+        paths, _ = pytree.tree_flatten_with_path(value)
+    except ValueError:
+        return tuple(f"output[{index}]" for index in range(count))
+    return tuple(f"output{pytree.keystr(path)}" for path, _ in paths)
 
 
 def bind_traced(

@@ -342,6 +342,7 @@ class Checked(nn.Module):
     def forward(self, x: torch.Tensor, ids: torch.Tensor, named: bool = False) -> torch.Tensor:
         rows = ids.shape[0]
         torch._check_tensor_all(ids.sum() == 6 * rows, lambda: "the ids do not add up")
+        torch._assert(x.dim() == 2, f"two dimensions were expected, not {x.shape}")
         warnings.warn(f"a model of {rows} rows", stacklevel=1)
         factor = self.words[f"rows of {rows}"] if named else 1.0
         return self.b(self.a(x) * factor)

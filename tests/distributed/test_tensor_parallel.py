@@ -282,11 +282,13 @@ def shares(rank: int) -> None:
     for sizes in ((7, 3), (), (4, 2), (0, 5)):
         for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.int16):
             value = rand(*sizes or (1,)).reshape(sizes).to(dtype)
-            share = packing.pack(value)
+            (share,) = packing.pack([value])
             assert (tuple(share.shape), dtype) == packing.shape((sizes, dtype))
             assert torch.equal(packing.unpack(share, (sizes, dtype)), value)
-    with pytest.raises(InputError, match="differs between the ranks of tp_group"):
-        packing.pack(rand(5, 2, seed=rank))
+    for size in (1.0, 1e-9):
+        with pytest.raises(InputError, match="differs between the ranks of tp_group"):
+            Shares(dist.group.WORLD).pack([rand(5, 2, seed=1), size * rand(5, 2, seed=rank)])
+    packing.pack([torch.tensor([float("nan"), float("inf"), 1.0 + 1e-4 * rank])])
     stage = PipelineStage(Mlp(), rank, 2, "cpu")
     for wrong, said in ((2, "got int"), (dist.group.WORLD, "has the ranks .* of one pipeline")):
         with pytest.raises(InputError, match=said):
@@ -295,6 +297,39 @@ def shares(rank: int) -> None:
 
 def test_shares_make_the_value_again_and_values_that_differ_are_not_mixed() -> None:
     run_on_ranks(2, shares)
+
+
+class OwnColumns(nn.Module):
+    """A block whose ranks each use some columns of the same input, and do not add up gradients."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH // 2, WIDTH, dtype=torch.float64)
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x.chunk(2, -1)[self.place])
+        return made
+
+
+def gradients_that_differ(rank: int) -> None:
+    groups = [
+        [dist.new_group(ranks) for ranks in pair] for pair in (((0, 2), (1, 3)), ((0, 1), (2, 3)))
+    ]
+    pp, tp = groups[0][rank % 2], groups[1][rank // 2]
+    modules: dict[int, nn.Module] = {rank // 2: Mlp(), rank // 2 + 2: Mlp()}
+    if rank // 2:
+        modules[3] = OwnColumns(rank % 2)
+    stages = [PipelineStage(module, i, 4, "cpu", group=pp) for i, module in modules.items()]
+    made = get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn=mse, tp_group=tp, timeout=60.0)
+    with pytest.raises((InputError, RemoteStageError), match="differs between the ranks of tp_gr"):
+        made.step(rand(ROWS, WIDTH), target=rand(ROWS, WIDTH))
+
+
+def test_gradients_that_differ_are_not_mixed_either() -> None:
+    # The activations of the same shape were compared, and were the same: half of each rank's
+    # gradient was taken, without a word.
+    run_on_ranks(4, gradients_that_differ)
 
 
 def without_mesh(rank: int) -> None:

@@ -342,7 +342,7 @@ class PlanMaker:
                 boundaries,
                 runners,
                 transport,
-                self._packings(),
+                self._packings,
                 self.hooks,
                 self.options.max_outstanding_sends,
                 before=self._routed(routes, rank, transport),

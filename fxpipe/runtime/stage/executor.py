@@ -81,7 +81,7 @@ class Executor:
         boundaries: Sequence[Boundary],
         runners: Mapping[int, StageRunner],
         transport: Transport,
-        packings: Sequence[Packing],
+        packings: Callable[[], Sequence[Packing]],
         hooks: Hooks,
         max_sends: int | None = None,
         *,
@@ -99,7 +99,8 @@ class Executor:
         self._edges = edges
         self.boundaries = boundaries
         self._runners = runners
-        self._transport, self._packings = transport, packings
+        self._transport, self._make_packings = transport, packings
+        self._packings: dict[tuple[ValueKind, int, int], Sequence[Packing]] = {}
         self._hooks = hooks
         self._max_sends = max_sends  # that are kept at once
         self._slot_of: dict[Value, int] = {}
@@ -363,6 +364,9 @@ class Executor:
             for port in self.boundaries[value.microbatch].ports[edge]
             if is_activation or port.has_gradient
         ]
+        key = (value.kind, value.stage, value.peer)
+        if key not in self._packings:
+            self._packings[key] = self._make_packings()
         is_same = all(port.layout is None or port.layout.is_replicated for port in ports)
         return Half(
             self._transport,
@@ -370,7 +374,7 @@ class Executor:
             [(port.shape, port.dtype) for port in ports],
             self._runners[stage].device,
             0 if is_activation else 1,
-            [p for p in self._packings if is_same or not isinstance(p, Shares)],
+            [p for p in self._packings[key] if is_same or not isinstance(p, Shares)],
             is_send=is_send,
         )
 

@@ -71,9 +71,10 @@ def test_every_schedule_on_every_model_of_streams(
 @pytest.mark.parametrize(
     ("model", "schedule", "style", "streams"),
     [
-        ("gpt", "ZBVZeroBubble", "ranks", "rank"),
+        # Its tied weights are on two ranks, unlike those of schedules that turn back.
+        ("gpt", "Interleaved1F1B", "ranks", "rank"),
         ("encoder_decoder", "DualPipeV", "ranks", "pair"),
-        ("gpt", "DualPipeV", "ranks", "eager"),
+        ("gpt", "1F1B", "ranks", "eager"),
         ("unet", "Interleaved1F1B", "same", "eager"),
     ],
 )

@@ -176,6 +176,8 @@ class Predictor:
                 made = search.price(candidate) if cut is None else search.option(candidate, cut)
             except PlanError:
                 continue
+            if row.source.startswith("torchtitan"):
+                made = _with_arrivals(made, hardware)
             found.append(_searched(made, hardware) if row.is_searched else made)
         limit = hardware.memory
         return min(found, key=lambda o: (o.missing(limit), o.step_time), default=None)
@@ -196,6 +198,22 @@ class Predictor:
             model, ids = known_model(sizes, sequence=row.sequence)
             self._subjects[key] = subject_of(model, (ids,), None, sizes.layers, hardware, None)
         return self._subjects[key]
+
+
+def _with_arrivals(option: Option, hardware: Hardware) -> Option:
+    """With what torch's pipeline stages hold from the start, and fxpipe does not.
+
+    Each has a buffer for the gradient of each microbatch (`PipelineStage.grad_recv_info`), and for
+    each input, which is counted while it is in flight.
+    """
+    memory = []
+    for rank, own in enumerate(option.prediction.memory):
+        stages = option.placement.stages_of(rank)
+        sizes = [back for (source, _), (_, back) in option.edge_bytes.items() if source in stages]
+        more = option.candidate.num_microbatches * math.fsum(sizes)
+        reserve = own.reserve + hardware.reserve * more
+        memory.append(replace(own, buffers=own.buffers + more, reserve=reserve))
+    return replace(option, prediction=replace(option.prediction, memory=tuple(memory)))
 
 
 def _searched(option: Option, hardware: Hardware) -> Option:

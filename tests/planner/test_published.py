@@ -32,6 +32,17 @@ def test_zero_bubble_2p_is_quicker_than_interleaved_and_holds_2p_microbatches():
     assert -0.03 < results[1].memory_error < 0.08
 
 
+def test_reserved_memory_of_405b_is_not_predicted_too_low():
+    # Goal: never more than 3 % low. It was 10 %: a stage's gradients are made anew between
+    # temporaries, weights arrive in another stream, torch has a buffer for each gradient to come.
+    row = max((r for r in ROWS if r.memory and "405b" in r.model and r.sequence == 8192),
+              key=lambda r: r.memory)  # fmt: skip
+
+    (result,) = predict_all([row], Predictor())
+
+    assert -0.03 <= result.memory_error < 0.08
+
+
 def test_the_table_is_put_between_its_marks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- published: begin -->\nold\n<!-- published: end -->\nb\n")
@@ -53,4 +64,6 @@ def test_rows_are_predicted(source, tmp_path):
     errors = [abs(result.error) for result in results if result.row.is_test]
     right, pairs = ranking(results)
     assert statistics.median(errors) < 0.3
+    memory = [result.memory_error for result in results if result.memory_error is not None]
+    assert min(memory, default=0) >= -0.03
     assert right >= 0.8 * pairs

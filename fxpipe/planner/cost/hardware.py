@@ -42,7 +42,8 @@ OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "convolution", "memory
 # Shares of the peak that large operations commonly reach; "memory" is a share of the
 # bandwidth and covers every operation that moves more than it computes.
 _NOT_NEGATIVE = (
-    "overhead", "launch", "half_intensity", "jitter", "context", "channels", "reserve"
+    "overhead", "launch", "half_intensity", "jitter", "context", "channels", "reserve",
+    "holes",
 )  # fmt: skip
 _USUAL = MappingProxyType({"matmul": 0.7, "attention": 0.5, "convolution": 0.5, "memory": 0.8})
 
@@ -60,7 +61,8 @@ class Hardware:
     Collectives reach `intra_share` and `inter_share` of a link. `jitter` is the share of a
     step that nothing here explains (launches, stragglers, the data loader). `context` is
     what driver and libraries hold, `channels` what the buffers of one group of ranks take,
-    `reserve` the share of everything held that fragmentation wastes. `host` is the way to host
+    `reserve` the share of everything held that fragmentation wastes, `holes` what it wastes
+    besides for each byte of gradients that are made anew in each step. `host` is the way to host
     memory at the rate that copies reach, None if there is none to offload to. `error` is the median
     error of predicted steps on published rows that nothing was fitted to, 0 if unknown.
     """
@@ -83,6 +85,7 @@ class Hardware:
     context: float = 0.0
     channels: float = 0.0
     reserve: float = 0.0
+    holes: float = 0.0
     fuses_attention: bool = True
     error: float = 0.0
     host: Link | None = None

@@ -33,7 +33,8 @@ class StageNumbers:
     as well and was sent by another stage. Peaks are beyond all that is held when an
     action starts. `gradients` are buffers that live from the first backward on; `reduced` and
     `gathered` are what gradients and weights come to in collectives of the replicas. `exposed`
-    is the part of the times in which collectives are waited for.
+    is the part of the times in which collectives are waited for. `staging` are buffers in which
+    weights arrive, `remade` gradients that are freed after each step.
     """
 
     forward: float = 0.0
@@ -51,6 +52,8 @@ class StageNumbers:
     reduced: float = 0.0
     gathered: float = 0.0
     exposed: float = 0.0
+    staging: float = 0.0
+    remade: float = 0.0
 
     @property
     def time(self) -> float:
@@ -120,7 +123,23 @@ class _Play:
             math.fsum(one.reduced for one in state),
             math.fsum(one.gathered for one in state),
             math.fsum(load.exposed for load in loads),
+            self._staging(),
+            0.0 if self.load.training.is_fused else math.fsum(one.gradients for one in state),
         )
+
+    def _staging(self) -> float:
+        """Torch gathers a block's weights in a buffer of another stream, while the last is read.
+
+        The allocator gives that memory to no other stream (`foreach_all_gather` and
+        `AllGatherState` of torch.distributed.fsdp). Weights that are gathered all the time are
+        among the peaks; hand-written kernels gather weights in place.
+        """
+        layout, states = self.load.layout, self.load.states
+        ranks = layout.context * layout.data
+        if layout.sharding not in (1, 2) or ranks == 1 or self.load.training.is_fused:
+            return 0.0
+        sizes = (math.fsum(states[p].gathered for p in node.parameters) for node in self.nodes)
+        return 2 * max(sizes, default=0.0)
 
     def _whole(self, node: NodeInfo) -> tuple[float, float, float]:
         """What sharding holds of a node at a time: weights, new gradients, those in reduction.

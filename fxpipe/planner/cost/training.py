@@ -61,13 +61,17 @@ float32 moments, and gradients in float32; for wider weights it is "adamw"."""
 Kernels = Literal["eager", "compiled", "asynchronous", "fused", "overlapped"]
 KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "asynchronous", "fused", "overlapped")
 """Who runs operations: torch one by one; torch.compile, which joins those that only move data, or
-with asynchronous tensor parallelism also hides most of a tensor group's collectives behind
+with asynchronous tensor parallelism also hides some of a tensor group's collectives behind
 products; hand-written kernels, which add to a gradient inside the product that makes it; and the
 vendor's, which do that and hide collectives too."""
 
 
 _BETTER_ATTENTION = 0.55
 """How long attention takes with the vendor's latest kernel, over what torch's own takes."""
+
+# torch's asynchronous tensor parallelism shortens a step of Llama 3 70B by 8%
+# (https://discuss.pytorch.org/t/209487); the vendor's kernels hide more.
+_TENSOR_SHARE: Mapping[str, float] = MappingProxyType({"asynchronous": 0.7, "overlapped": 0.25})
 
 _FLOAT8_LAUNCHES = 3
 """Kernels for one expert's product in 8 bits: its operand, the operand's scales, the product."""
@@ -108,7 +112,7 @@ class Training:
     @property
     def tensor_share(self) -> float:
         """The share of a tensor group's collectives that shows."""
-        return 0.25 if self.kernels in ("asynchronous", "overlapped") else 1.0
+        return _TENSOR_SHARE.get(self.kernels, 1.0)
 
     def recomputes(self, block: int) -> bool:
         """Whether the block with this number computes its forward again."""

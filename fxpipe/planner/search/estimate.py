@@ -52,7 +52,8 @@ class Memory:
 
     `activations` wait for a backward, or have arrived and wait for their use; `buffers` are
     what the action at work needs on top (temporaries, what sharding gathers) and what a send
-    holds. `system` is held by driver and communication, `reserve` lost to fragmentation.
+    holds. `system` is held by driver and communication, `reserve` lost to fragmentation: a
+    share of everything, and holes beside gradients that are made anew in each step.
     """
 
     weights: float = 0.0
@@ -234,8 +235,10 @@ def _with_system(
     sends += [back for (_, target), (_, back) in edge_bytes.items() if target in own]
     groups = (layout.tensor, layout.context, layout.expert, layout.data, num_ranks)
     channels = hardware.channels * sum(count > 1 for count in groups)
-    held = replace(memory, buffers=memory.buffers + max(sends, default=0.0))
-    reserve = hardware.reserve * held.total
+    staging = max(stages[stage].staging for stage in own)
+    held = replace(memory, buffers=memory.buffers + max(sends, default=0.0) + staging)
+    remade = math.fsum(stages[stage].remade for stage in own)
+    reserve = hardware.reserve * held.total + hardware.holes * remade
     return replace(held, system=hardware.context + channels, reserve=reserve)
 
 

@@ -283,7 +283,8 @@ class Search:
         state = whole.weights / (shards if layout.sharding >= 3 else 1)
         state += whole.gradients / (shards if layout.sharding >= 2 else 1)
         state += whole.optimizer / (shards if layout.sharding >= 1 else 1)
-        held = (state + holds * kept) / ranks * (1 + machine.reserve) + machine.context
+        held = (state + holds * kept) * (1 + machine.reserve) + machine.holes * whole.remade
+        held = held / ranks + machine.context
         return _Guess(time, held)
 
     def _heaviest(self, candidate: Candidate) -> float:

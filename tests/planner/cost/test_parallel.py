@@ -214,13 +214,15 @@ def test_layouts_that_make_no_sense_are_refused(layout):
         Layout(**layout)
 
 
-def test_asynchronous_tensor_parallelism_hides_most_of_its_collectives():
+def test_asynchronous_tensor_parallelism_hides_some_and_the_vendors_most_of_its_collectives():
     reduce = Op("all_reduce", "memory", "bfloat16", 0, 1e9, 0, group="tensor")
     layout = Layout(tensor=8)
 
     times = [
         communication([reduce], H100, layout, tensor_share=Training(kernels=kernels).tensor_share)
-        for kernels in ("compiled", "asynchronous")
+        for kernels in ("compiled", "asynchronous", "overlapped")
     ]
 
-    assert 0 < times[1] < times[0] / 3
+    # All but a quarter were said to be hidden by torch's: 70B was predicted 11 % too quick.
+    assert times[1] == pytest.approx(0.7 * times[0])
+    assert 0 < times[2] < times[0] / 3

@@ -90,7 +90,7 @@ def _compiled(dim: sympy.Basic) -> tuple[tuple[str, ...], Callable[..., Any]]:
     names = tuple(sorted(free_names(dim)))
     scope = {"__builtins__": {}, "max": max, "min": min, "ceil_div": _ceil_div}
     source = f"lambda {', '.join(_safe(name) for name in names)}: {_write(dim, _safe)}"
-    code: Callable[..., Any] = eval(source, scope)
+    code: Callable[..., object] = eval(source, scope)
     return names, code
 
 
@@ -118,7 +118,7 @@ _RELATIONS: dict[type[sympy.Basic], str] = {
 }
 
 
-def _write(expr: Any, name: Callable[[str], str]) -> str:
+def _write(expr: sympy.Basic, name: Callable[[str], str]) -> str:
     if isinstance(expr, sympy.Symbol):
         return name(expr.name)
     if isinstance(expr, sympy.Float):
@@ -164,13 +164,13 @@ def _write(expr: Any, name: Callable[[str], str]) -> str:
     raise InputError(f"a size uses {type(expr).__name__}, which has no text form: {expr}")
 
 
-def _group(expr: Any, name: Callable[[str], str]) -> str:
+def _group(expr: sympy.Basic, name: Callable[[str], str]) -> str:
     written = _write(expr, name)
     simple = expr.is_Symbol or (expr.is_Integer and expr >= 0) or expr.is_Function or expr.is_Pow
     return written if simple else f"({written})"
 
 
-def plain(expr: Any, names: Mapping[Any, sympy.Expr] | None = None) -> Any:
+def plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr] | None = None) -> Any:
     """Rewrite an expression of torch's symbolic shapes in ordinary sympy.
 
     `names` maps torch's symbols to ours; whole numbers come back as `int`.
@@ -182,7 +182,7 @@ def plain(expr: Any, names: Mapping[Any, sympy.Expr] | None = None) -> Any:
 
 
 # By class name: torch moves and subclasses these between versions.
-_TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {
+_TORCH_FUNCTIONS: dict[str, Callable[..., object]] = {
     "FloorDiv": lambda a, b: sympy.floor(a / b),
     "CleanDiv": lambda a, b: sympy.floor(a / b),
     "CeilDiv": lambda a, b: sympy.ceiling(a / b),
@@ -205,7 +205,7 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _plain(expr: Any, names: Mapping[Any, sympy.Expr]) -> Any:
+def _plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr]) -> Any:
     if isinstance(expr, sympy.Symbol):
         return names.get(expr, expr)
     if not expr.args:

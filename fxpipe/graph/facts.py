@@ -42,7 +42,7 @@ class Ambient:
 class Region:
     """One `checkpoint()` of the traced run, with its options; regions are told by identity."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, object]) -> None:
         self.options = dict(options)
 
 
@@ -158,7 +158,7 @@ def leaves_of(args: Any) -> Iterator[Any]:
         yield args
 
 
-def map_pairs(join: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+def map_pairs(join: Callable[[object, object], object], left: object, right: object) -> object:
     """Return arguments made of two that may differ; `join` gets what does not line up."""
     if isinstance(left, (tuple, list)) and type(left) is type(right) and len(left) == len(right):
         parts = [map_pairs(join, a, b) for a, b in zip(left, right, strict=True)]

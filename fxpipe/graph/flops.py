@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ class _Counted(nn.Module):
         self.stage = stage
         self.note = note
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         with FlopCounterMode(display=False) as counter:
             output = self.stage(*args, **kwargs)
         self.note(counter.get_total_flops())

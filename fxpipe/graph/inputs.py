@@ -20,7 +20,7 @@ from torch import nn
 from fxpipe.errors import InputError, PipeliningShapeError
 from fxpipe.graph.dims import Dim, evaluate, free_names, holds, solve, symbol, text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import Accessor, branch, has_tensor, map_leaves, snapshot, walk
+from fxpipe.graph.nested import Accessor, Args, branch, has_tensor, map_leaves, snapshot, walk
 
 __all__ = [
     "InputSignature",
@@ -58,7 +58,7 @@ def parameters_of(module: nn.Module) -> tuple[Parameter, ...]:
 
 def name_call(
     parameters: Iterable[Parameter],
-    args: tuple[object, ...],
+    args: Args,
     kwargs: Mapping[str, object],
     *,
     partial: bool = False,
@@ -138,7 +138,7 @@ class InputSignature:
     """
 
     parameters: tuple[Parameter, ...]
-    example: Mapping[str, Any]
+    example: Mapping[str, object]
     conditions: tuple[sympy.Basic, ...]
     sizes: tuple[InputSize, ...] = ()
 
@@ -337,7 +337,7 @@ def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, object]:
 
     Constants are copied: the user may change a dict of options between two calls.
     """
-    result: dict[str, Any] = snapshot(
+    result: dict[str, object] = snapshot(
         map_leaves(lambda leaf: spec(leaf) if isinstance(leaf, torch.Tensor) else leaf, dict(named))
     )
     return result

@@ -30,7 +30,9 @@ from fxpipe.torch_inside import pytree
 
 __all__ = [
     "Accessor",
+    "Args",
     "Branch",
+    "Kwargs",
     "branch",
     "closed_over",
     "contents",
@@ -42,6 +44,10 @@ __all__ = [
     "snapshot",
     "walk",
 ]
+
+# What a call is given: any values, of which nothing is known before someone looks.
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 # How to get from a value to its child: ("item", key), ("attr", name), ("child", index)
 # or, for what a function closes over, ("cell", index).
@@ -118,7 +124,7 @@ def is_atom(value: object) -> bool:
 
 def walk(
     value: object, path: tuple[Accessor, ...] = ()
-) -> Iterator[tuple[tuple[Accessor, ...], Any]]:
+) -> Iterator[tuple[tuple[Accessor, ...], object]]:
     """Yield every leaf and constant of a value, with the way to reach it."""
     found = branch(value)
     if found is None:
@@ -245,7 +251,7 @@ def _closure(function: Any) -> Branch | None:
     if len(children) != len(function.__closure__) or _holds(function, children):
         return None
 
-    def make(new: tuple[Any, ...]) -> object:
+    def make(new: tuple[object, ...]) -> object:
         made = types.FunctionType(
             function.__code__,
             function.__globals__,

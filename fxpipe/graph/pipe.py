@@ -46,6 +46,7 @@ from fxpipe.graph.markers import (
     check_split_spec,
     choose_opened,
 )
+from fxpipe.graph.nested import Args, Kwargs
 from fxpipe.graph.pipe_text import readable, table
 
 __all__ = ["Pipe", "PipeInfo", "Stage", "check_pipe", "pipeline"]
@@ -108,8 +109,8 @@ class Pipe(nn.Module):
     @staticmethod
     def from_tracing(
         mod: nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any] | None = None,
+        example_args: tuple[object, ...],
+        example_kwargs: dict[str, object] | None = None,
         split_policy: Policy | None = None,
     ) -> Pipe:
         """Split a model at its `pipe_split()` calls, or by a policy; see `pipeline`."""
@@ -163,7 +164,7 @@ class Pipe(nn.Module):
         return load_parts(self.children(), state_dict, strict=strict, assign=assign)
 
     def bind_inputs(
-        self, args: Iterable[Any], kwargs: Mapping[str, Any] | None = None
+        self, args: Iterable[object], kwargs: Mapping[str, object] | None = None
     ) -> dict[str, int]:
         """Return the value of each size symbol; see `PipeInfo.bind_inputs`."""
         return self._info.bind_inputs(args, kwargs)
@@ -199,7 +200,7 @@ class Pipe(nn.Module):
         """A table: what each stage holds, receives and sends."""
         return table(self._name, [stage.module for stage in self.stages], self._info)
 
-    def draw(self, path: str | PathLike[str], **options: Any) -> Path:
+    def draw(self, path: str | PathLike[str], **options: object) -> Path:
         """Write a picture of the stages; see `fxpipe.viz.draw_pipe`."""
         from fxpipe.viz.graph import draw_pipe
 
@@ -222,9 +223,7 @@ class Pipe(nn.Module):
         """Run all stages in series; the output is the model's."""
         return self._run([stage.module for stage in self.stages], args, kwargs)
 
-    def _run(
-        self, stages: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, stages: Sequence[Callable[..., object]], args: Args, kwargs: Kwargs) -> object:
         named = self._info.inputs.name_inputs(args, kwargs)
         self._info.inputs.bind(named)
         values: dict[tuple[int, str], torch.Tensor] = {}
@@ -245,16 +244,16 @@ class Pipe(nn.Module):
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...] = (),
-    mb_kwargs: Mapping[str, Any] | None = None,
+    mb_args: tuple[object, ...] = (),
+    mb_kwargs: Mapping[str, object] | None = None,
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: Policy | None = None,
     *,
     num_stages: int | None = None,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: object = None,
     granularity: str = "module",
     check: str | bool | Budget = "auto",
-    check_with: tuple[Any, ...] | None = None,
+    check_with: tuple[object, ...] | None = None,
 ) -> Pipe:
     """Split a model into stages.
 
@@ -302,8 +301,8 @@ def pipeline(
 def check_pipe(
     pipe: Pipe,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     budget: Budget,
     at_length: bool = False,

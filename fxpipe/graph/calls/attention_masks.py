@@ -30,6 +30,7 @@ from torch import fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.calls.graph_calls import GraphCall
+from fxpipe.graph.nested import Args, Kwargs
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.torch_inside import FakeTensor
 
@@ -47,7 +48,7 @@ _IN_FLEX = (
 )
 _lock = threading.RLock()
 
-OnMask = Callable[["MaskCall", Any, Any], Any]
+OnMask = Callable[["MaskCall", Args, Kwargs], object]
 
 
 class MaskCall(GraphCall):
@@ -69,7 +70,7 @@ class MaskCall(GraphCall):
     def _key(self) -> tuple[Callable[..., Any], bool]:
         return self._function, self.is_flex
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._function(*args, **kwargs)
 
     def shown(self, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -87,7 +88,7 @@ class MaskCall(GraphCall):
 
 
 class _WholeMaskCall(MaskCall):
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         # What these functions do for tensors without values, they do for others then.
         home = sys.modules[self._function.__module__]
         with _lock, patched(home, "is_tracing", lambda *_: True):
@@ -140,7 +141,7 @@ def _flex_by_sizes(is_opened: Callable[[], bool]) -> Iterator[None]:
         return
     kinds = masks.ALL_MASK_ATTENTION_FUNCTIONS
     own = kinds["flex_attention"]
-    known: Callable[..., Any] = getattr(kernels, _FLEX_KERNEL)
+    known: Callable[..., object] = getattr(kernels, _FLEX_KERNEL)
 
     def kernel(query: Any, key: Any, value: Any, **options: object) -> object:
         if is_opened():

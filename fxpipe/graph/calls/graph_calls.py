@@ -56,18 +56,18 @@ __all__ = [
 ]
 
 
-def child_of(value: Any, index: int) -> Any:
+def child_of(value: object, index: int) -> object:
     """Return one child of a value that is registered with torch's pytree."""
     return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0][index]
 
 
-def cell_of(function: Any, index: int) -> Any:
+def cell_of(function: object, index: int) -> object:
     """Return one of the values that a function closes over."""
     return closed_over(function)[index]
 
 
 # How to follow each kind of accessor of `structure`.
-ACCESS: dict[str, Callable[..., Any]] = {
+ACCESS: dict[str, Callable[..., object]] = {
     "item": operator.getitem,
     "attr": getattr,
     "child": child_of,
@@ -80,7 +80,7 @@ def given(value: Any) -> Any:
     return value
 
 
-def after(value: Any, change: Any) -> Any:
+def after(value: object, change: object) -> object:
     """Return `value`; the second argument orders this after the call that changed it."""
     return value
 
@@ -99,11 +99,11 @@ class GraphCall:
 class Rebuild(GraphCall):
     """A callable that builds a nested value from its children; one level only."""
 
-    def __init__(self, kind: type, make: Callable[[tuple[Any, ...]], Any]) -> None:
+    def __init__(self, kind: type, make: Callable[[tuple[object, ...]], object]) -> None:
         super().__init__(f"make_{kind.__name__}")
         self._make = make
 
-    def __call__(self, *children: Any) -> Any:
+    def __call__(self, *children: object) -> object:
         return self._make(children)
 
 
@@ -121,11 +121,11 @@ class Applied(GraphCall):
 class Scripted(GraphCall):
     """A callable that runs a function which `torch.jit.script` has compiled."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function.__name__)
         self._function = function
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._function(*args, **kwargs)
 
 
@@ -136,14 +136,14 @@ class Constant(GraphCall):
         super().__init__(f"constant_{type(value).__name__}")
         self._value = value
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return self._value
 
 
 class Fresh(Constant):
     """A callable that returns a new copy of an object each time."""
 
-    def __call__(self) -> Any:
+    def __call__(self) -> object:
         return copy.deepcopy(self._value)
 
 
@@ -221,7 +221,7 @@ class Formula(GraphCall):
 class Within(GraphCall):
     """A callable that runs another under the settings it was traced with."""
 
-    def __init__(self, ambient: Ambient, target: Any) -> None:
+    def __init__(self, ambient: Ambient, target: object) -> None:
         name = getattr(target, "__name__", str(target or "call"))
         words = ["no_grad"] if ambient.grad is False else []
         words += ["autocast"] if ambient.autocast else []
@@ -229,7 +229,7 @@ class Within(GraphCall):
         self._ambient = ambient
         self._target = target
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         with ExitStack() as stack:
             if self._ambient.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self._ambient.grad))
@@ -243,13 +243,13 @@ class Within(GraphCall):
 class OnlyIf(GraphCall):
     """A callable that runs another in one mode only; its first argument is the flag."""
 
-    def __init__(self, training: bool, target: Any) -> None:
+    def __init__(self, training: bool, target: object) -> None:
         name = getattr(target, "__name__", str(target or "call"))
         super().__init__(f"{name}_if_{'training' if training else 'evaluating'}")
         self._training = training
         self._target = target
 
-    def __call__(self, training: bool, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, training: bool, *args: object, **kwargs: object) -> object:
         return _call(self._target, args, kwargs) if training is self._training else None
 
 
@@ -267,8 +267,8 @@ class Mapped(GraphCall):
 
     def __call__(
         self, function: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        *args: object, **kwargs: object,
+    ) -> object:  # fmt: skip
         active = function_modes()
         with ExitStack() as stack:
             for mode in self._modes:
@@ -283,7 +283,7 @@ class Mapped(GraphCall):
 class Hooked(GraphCall):
     """A callable that registers a hook on a tensor, in the stage that makes the tensor."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
+    def __init__(self, hook: Callable[..., object]) -> None:
         super().__init__("register_hook")
         self._hook = hook
 
@@ -295,7 +295,7 @@ class Hooked(GraphCall):
 class Observed(GraphCall):
     """A callable that shows values to a hook of a module that is split, in the stage."""
 
-    def __init__(self, hook: Callable[..., Any], module: nn.Module) -> None:
+    def __init__(self, hook: Callable[..., object], module: nn.Module) -> None:
         super().__init__(f"hook_of_{type(module).__name__}")
         self._hook = hook
         self._module = weakref.ref(module)
@@ -315,12 +315,12 @@ class Kept(GraphCall):
     tensors leaves nothing.
     """
 
-    def __init__(self, holder: Any, key: Any, *, refills: bool = False) -> None:
+    def __init__(self, holder: object, key: Any, *, refills: bool = False) -> None:
         self._refills = refills
         super().__init__(f"keep_{key}" if str(key).isidentifier() else "keep")
         # Weakly: a stage keeps no module alive that it does not run.
         is_module = isinstance(holder, nn.Module)
-        self._holder: Callable[[], Any] = weakref.ref(holder) if is_module else lambda: holder
+        self._holder: Callable[[], object] = weakref.ref(holder) if is_module else lambda: holder
         self._key = key
 
     def __call__(self, value: Any) -> None:

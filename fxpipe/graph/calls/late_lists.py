@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.graph.nested import Args, Kwargs
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.torch_inside import FakeTensor
 
@@ -129,7 +130,7 @@ def split_late(func: object, args: Any, kwargs: Any, split: Callable[..., object
 _SPELLED = {"split_size": "sizes", "split_sizes": "sizes", "split_size_or_sections": "sizes"}
 
 
-def joined_late(func: object, args: Any, kwargs: Any) -> tuple[object, ...] | None:
+def joined_late(func: object, args: Args, kwargs: Kwargs) -> tuple[object, ...] | None:
     """Return the arguments of `rejoined` if a call puts parts together that nobody has seen."""
     if func not in (torch.cat, torch.concat, torch.concatenate):
         return None

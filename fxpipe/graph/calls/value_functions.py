@@ -27,21 +27,21 @@ import torch
 from torch import nn
 
 from fxpipe.graph.calls.graph_calls import GraphCall
-from fxpipe.graph.nested import contents, has_tensor, walk
+from fxpipe.graph.nested import Args, Kwargs, contents, has_tensor, walk
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.source_line import is_users
 from fxpipe.torch_inside import memory_of
 
 __all__ = ["Found", "ValueFunction", "running_functions", "watched_functions"]
 
-OnCall = Callable[[Callable[..., Any], Any, Any], Any]
+OnCall = Callable[[Callable[..., object], Args, Kwargs], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
     """A function by the class or Python module that has it, and its name there."""
 
-    holder: Any
+    holder: object
     name: str
 
 
@@ -61,7 +61,7 @@ class ValueFunction(GraphCall):
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self._function(*self._shells, *args, **kwargs)
 
     def checked(self, *args: object, **kwargs: object) -> object:

@@ -88,7 +88,7 @@ def let_look(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> None:
     counterpart = {b: a for a, b in pairs}
     is_same = _compares(traced.graph, theirs)
 
-    def compare(ours: Any, theirs: Any) -> None:
+    def compare(ours: object, theirs: object) -> None:
         nonlocal is_same
         if isinstance(theirs, fx.Node):
             is_same &= counterpart.get(theirs) is ours
@@ -121,7 +121,7 @@ def link_dtypes(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> bool:
     followed = {source for *_, source in _changes(traced, theirs, cast)}
     for a, b in list(zip(ours.nodes, theirs.nodes, strict=True)):
 
-        def one(ours: Any, theirs: Any, node: fx.Node = a) -> Any:
+        def one(ours: object, theirs: object, node: fx.Node = a) -> object:
             found = _change(ours, theirs, cast)
             return ours if found is None else _following(traced, node, *found)
 
@@ -139,7 +139,7 @@ def _changes(
     found: list[tuple[torch.dtype, str | None, fx.Node | None]] = []
     for a, b in zip(traced.graph.nodes, theirs.nodes, strict=True):
 
-        def one(ours: Any, theirs: Any, node: fx.Node = a) -> None:
+        def one(ours: object, theirs: object, node: fx.Node = a) -> None:
             change = _change(ours, theirs, cast)
             if change is not None:
                 found.append((*change, traced.facts[node].dtypes_read.get(change[0])))
@@ -156,7 +156,7 @@ def _compares(ours: fx.Graph, theirs: fx.Graph) -> bool:
     )
 
 
-def _change(ours: Any, theirs: Any, cast: Cast) -> tuple[torch.dtype, str | None] | None:
+def _change(ours: object, theirs: object, cast: Cast) -> tuple[torch.dtype, str | None] | None:
     """Return the dtype that a constant follows, and which limit of it the constant is."""
     for dtype, other in cast.items():
         limit = _limit(ours, dtype)
@@ -185,7 +185,7 @@ def _is_certain(traced: TracedGraph, check: Any) -> bool:
 
 
 def _checks(graph: fx.Graph, is_wanted: Callable[[Any], bool] = bool) -> list[Any]:
-    found: list[Any] = [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
+    found: list[object] = [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
     return [check for check in found if is_wanted(check)]
 
 
@@ -204,7 +204,7 @@ def _following(
     return made
 
 
-def _limit(value: Any, dtype: torch.dtype) -> str | None:
+def _limit(value: object, dtype: torch.dtype) -> str | None:
     if type(value) is not float or not dtype.is_floating_point:
         return None
     return next((key for key in _LIMITS if getattr(torch.finfo(dtype), key) == value), None)

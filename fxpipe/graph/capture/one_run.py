@@ -50,7 +50,7 @@ class Task:
     """
 
     module: nn.Module
-    call: tuple[tuple[Any, ...], dict[str, Any]]
+    call: tuple[tuple[object, ...], dict[str, object]]
     named: Mapping[str, Any]
     splits: Mapping[str, SplitPoint]
     places: Places
@@ -86,7 +86,7 @@ def _names_in(module: nn.Module) -> set[str]:
     return {name for name in names if name}
 
 
-def _cloned(leaf: object) -> Any:
+def _cloned(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -167,7 +167,7 @@ def _recorded(
     mode: FakeTensorMode,
     sizes: Sizes,
     state: FakeState,
-    fakes: Mapping[str, Any],
+    fakes: Mapping[str, object],
 ) -> Trace:
     """Record a run of the model from the state in which it is."""
     module = task.module
@@ -200,7 +200,7 @@ def _recorded(
     return trace
 
 
-def _check_inputs(given: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_inputs(given: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise if the model has put other things into the lists and dicts that it was given."""
     for name, before in given.items():
         if _contents(now[name]) != before:
@@ -314,7 +314,7 @@ def _autocast_is_on() -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in device_kinds())
 
 
-def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: object) -> Any:
+def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: object) -> object:
     if isinstance(leaf, torch.device):
         return STAGE_DEVICE if leaf in devices else leaf
     if isinstance(leaf, torch.Tensor):

@@ -42,7 +42,7 @@ from fxpipe.graph.check.compare import (
 from fxpipe.graph.check.outcome import Outcome, Subject
 from fxpipe.graph.check.variants import Call, Variant
 from fxpipe.graph.facts import Facts
-from fxpipe.graph.nested import walk
+from fxpipe.graph.nested import Args, Kwargs, walk
 from fxpipe.torch_inside import FakeTensor, local_tensor
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-Run = Callable[[Sequence[Callable[..., Any]], tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Sequence[Callable[..., object]], Args, Kwargs], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -176,7 +176,7 @@ class Notes:
     """The values of a run by function, line and count."""
 
     def __init__(self) -> None:
-        self.values: dict[Key, Any] = {}
+        self.values: dict[Key, object] = {}
         self.blamed: dict[Key, Blamed] = {}
         self._counts: dict[tuple[str, str], int] = {}
 

@@ -53,7 +53,7 @@ _NOT_STATE = frozenset({PARAMETERS, BUFFERS, MODULES, "training"})
 class Outcome:
     """What a run left behind, or the error that ended it."""
 
-    items: dict[str, Any] = field(default_factory=dict)
+    items: dict[str, object] = field(default_factory=dict)
     error: Exception | None = None
     seconds: float = 0.0
 
@@ -86,7 +86,7 @@ class Subject:
             for guard in self._guards:
                 guard.settle()
 
-    def _run(self, what: Callable[..., Any], variant: Variant) -> Outcome:
+    def _run(self, what: Callable[..., object], variant: Variant) -> Outcome:
         outcome = Outcome()
         with ExitStack() as stack:
             stack.enter_context(preserved(self._all, places=self._places))
@@ -148,7 +148,7 @@ class Subject:
 
     def _changed_state(self, is_plain: bool) -> dict[str, object]:
         """Parameters and buffers that have other values now; they get back those they had."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         now = _tensors(self._own if is_plain else self._staged)
         for name, tensor in now.items():
             before = self._state.get(name)
@@ -169,7 +169,7 @@ class Subject:
                     tensor.copy_(saved)
 
     def _changed_attributes(self) -> dict[str, object]:
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         puts_hooks = hook_count(part for _, part in self._own) != self._hooks
         for name, part in self._own:
             before = self._before[name]
@@ -238,7 +238,7 @@ def _random_items() -> dict[str, object]:
 
 
 def _output_items(output: object) -> dict[str, object]:
-    found: dict[str, Any] = dict(_kinds(output, ()))
+    found: dict[str, object] = dict(_kinds(output, ()))
     for path, leaf in walk(output):
         where = _output_path(path)
         if isinstance(leaf, torch.Tensor):

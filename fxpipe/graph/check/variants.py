@@ -19,11 +19,11 @@ import torch
 from fxpipe.graph.dims import evaluate, free_names, holds
 from fxpipe.graph.inputs import InputSignature
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 
 __all__ = ["Call", "Variant", "all_variants", "few_variants"]
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[Args, Kwargs]
 Sizes = Mapping[str, int]
 
 

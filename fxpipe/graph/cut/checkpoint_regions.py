@@ -97,8 +97,9 @@ class _Writer:
         )
         self._facts[made] = self._facts[work[0]].origin
         for index, node in enumerate(results):
-            args: Any = (made, index)
-            part = self.graph.create_node("call_function", operator.getitem, args, {}, node.name)
+            part = self.graph.create_node(
+                "call_function", operator.getitem, (made, index), {}, node.name
+            )
             self._facts[part] = replace(self._facts[node], is_part=True, regions=())
             self._copies[node] = part
 
@@ -164,5 +165,5 @@ class Checkpointed(GraphCall):
         self._run = fx.GraphModule(nn.Module(), graph).forward
         self._options = dict(options)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> object:
         return torch_checkpoint.checkpoint(self._run, *inputs, use_reentrant=False, **self._options)

@@ -357,7 +357,7 @@ def _container(stage: nn.Module, path: str) -> nn.Module:
 
 def merged_state(
     parts: Iterable[nn.Module],
-    destination: Any = None,
+    destination: object = None,
     prefix: str = "",
     keep_vars: bool = False,
 ) -> object:

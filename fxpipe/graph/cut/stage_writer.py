@@ -121,7 +121,7 @@ class StageWriter:
         self._note_dims(made)
         return made
 
-    def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
+    def _arguments(self, node: fx.Node) -> tuple[object, object]:
         swap = self._flow.stand_ins[self._stage]
         untouched = self._known[node].untouched
         if node not in self._flow.repeated[self._stage] or not any(n in swap for n in untouched):
@@ -233,7 +233,7 @@ class StageWriter:
         rebuild = Rebuild(type(spec), found.make)
         return self._graph.create_node("call_function", rebuild, tuple(children), {})
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, value: object) -> object:
         if isinstance(value, (*WRITABLE, sympy.Basic, StageDevice)):
             return self.argument(value)
         kind = Fresh if any(True for _ in mutable_parts(value)) else Constant
@@ -245,7 +245,7 @@ class StageWriter:
         """Return an argument with nodes, sizes and the device of this stage."""
         return map_arguments(self._leaf, value)
 
-    def _leaf(self, value: Any) -> Any:
+    def _leaf(self, value: object) -> object:
         if isinstance(value, fx.Node):
             return self.copy(value)
         if isinstance(value, sympy.Basic):
@@ -318,7 +318,7 @@ class StageWriter:
                 self._device = self._graph.call_function(device_of, (source,))
         return self._device
 
-    def _device_source(self) -> Any:
+    def _device_source(self) -> fx.Node | None:
         """Return a tensor that is where the stage is: received, its own, or an input."""
         if self._placeholders:
             return self._placeholders[0]

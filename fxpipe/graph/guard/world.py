@@ -109,11 +109,11 @@ def own_attributes(holder: Any) -> dict[str, Any]:
 class _Attributes:
     """Numbers, texts and the like that one object has under some names."""
 
-    holder: Callable[[], Any]
+    holder: Callable[[], object]
     home: str
     names: tuple[str, ...]
     get: Callable[[Any], Any]
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
     def is_same(self) -> bool:
         holder = self.holder()
@@ -130,10 +130,10 @@ class _Attributes:
 class _Identity:
     """A module, tensor, function or object under a name; or nothing."""
 
-    holder: Callable[[], Any]
+    holder: Callable[[], object]
     home: str
     name: str
-    value: Callable[[], Any]
+    value: Callable[[], object]
     shape: Any = None
 
     def is_same(self) -> bool:
@@ -330,14 +330,14 @@ class World:
         )
 
 
-def _held(value: object) -> Callable[[], Any]:
+def _held(value: object) -> Callable[[], object]:
     """Return a way to a value; modules and tensors are held weakly."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return weakref.ref(value)
     return lambda: value
 
 
-class _Ids(list[Any]):
+class _Ids(list[object]):
     """The keys of a container and the identities of what is in it."""
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fxpipe.graph import markers
-from fxpipe.graph.nested import SYMBOLIC, walk
+from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, walk
 from fxpipe.graph.record.torch_functions import run_following
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sandbox.restore import device_kinds
@@ -46,7 +46,7 @@ class FunctionRuns:
         """Run everything again: conditions on sizes that runs have met are gone."""
         self._known.clear()
 
-    def run(self, func: Callable[..., object], args: object, kwargs: object) -> object:
+    def run(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Return what a function returns."""
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         key = self._key(func, args, kwargs, tensors)
@@ -168,7 +168,7 @@ def _tensor_key(tensor: torch.Tensor) -> Hashable:
     )
 
 
-def _number(size: Any) -> object:
+def _number(size: int | torch.SymInt) -> object:
     return size.node.expr if isinstance(size, torch.SymInt) else int(size)
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.nested import SYMBOLIC, map_leaves, walk
+from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, map_leaves, walk
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.graph.sandbox.restore import device_kinds
 from fxpipe.graph.source_line import an_effect, is_users, user_frame
@@ -67,7 +67,7 @@ _RATED = {
 _LARGEST = 1024  # elements of a tensor that is worth following
 
 
-def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
+def is_draw(func: object, args: Args, kwargs: Kwargs) -> bool:
     """Say whether a function takes random numbers, in training at least."""
     name = _name(func)
     if name in _RATED:
@@ -86,9 +86,9 @@ class _Made:
     """How to make a tensor again."""
 
     tensor: torch.Tensor
-    func: Any
-    args: Any
-    kwargs: Any
+    func: Callable[..., torch.Tensor]
+    args: Args
+    kwargs: Kwargs
     sources: tuple[int, ...]
     is_random: bool
 
@@ -99,7 +99,7 @@ class Decisions:
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
 
-    def note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def note(self, func: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Remember how a tensor was made, if from nothing but constants and draws."""
         if not isinstance(output, torch.Tensor) or any(output is arg for arg in args):
             for leaf in (output, *args):
@@ -161,7 +161,7 @@ class Decisions:
             if current not in needed:
                 needed.add(current)
                 stack.extend(self._made[current].sources)
-        done: dict[int, Any] = {}
+        done: dict[int, object] = {}
 
         def real(leaf: Any) -> Any:
             return done[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
@@ -183,7 +183,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= _LARGEST
 
 
-def _name(func: Any) -> str:
+def _name(func: object) -> str:
     return getattr(func, "__name__", "")
 
 
@@ -208,7 +208,7 @@ class Draw(float):
 
 
 def _comparing(name: str) -> Callable[[Draw, Any], Any]:
-    compare: Callable[[Any, Any], Any] = getattr(operator, name)
+    compare: Callable[[object, object], object] = getattr(operator, name)
 
     def method(self: Draw, other: Any) -> Any:
         answers = [compare(end, other) for end in (self.low, float(self), self.high)]
@@ -256,7 +256,7 @@ class Chance:
         return self._seen != before
 
 
-def _states() -> tuple[Any, ...]:
+def _states() -> tuple[object, ...]:
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -264,7 +264,7 @@ def _states() -> tuple[Any, ...]:
     return (random.getstate(), keys.tobytes(), *rest)
 
 
-_SEEDS: tuple[tuple[Any, str], ...] = (
+_SEEDS: tuple[tuple[object, str], ...] = (
     (torch, "manual_seed"), (torch, "seed"), (torch, "set_rng_state"), (torch.random, "fork_rng"),
     (torch.random, "manual_seed"), (torch.random, "set_rng_state"),
     *((home, name) for home in {torch.cuda, *map(torch.get_device_module, device_kinds()[1:])}
@@ -278,7 +278,7 @@ def watched_draws(
 ) -> Iterator[None]:
     """Have the plain functions for numbers return a `Draw` to opened code, until exit."""
 
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(original: Callable[..., object]) -> Callable[..., object]:
         def draw(*args: Any, **kwargs: Any) -> Any:
             if not is_opened() or kwargs:
                 return original(*args, **kwargs)

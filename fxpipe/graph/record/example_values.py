@@ -28,7 +28,7 @@ from torch import fx, nn
 from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.facts import map_arguments
-from fxpipe.graph.nested import SYMBOLIC, has_tensor, map_leaves, walk
+from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, has_tensor, map_leaves, walk
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another, filled
@@ -66,7 +66,7 @@ class ExampleValues:
         self._repeat = 1
         self._is_usable = True
         for (_, real), (_, fake) in zip(walk(dict(inputs)), walk(dict(fakes)), strict=True):
-            if isinstance(real, torch.Tensor):
+            if isinstance(real, torch.Tensor) and isinstance(fake, torch.Tensor):
                 self._look_at(real, fake)
 
     def _look_at(self, real: torch.Tensor, fake: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class ExampleValues:
         found = {self._env.replace(row): None for row in self._rows.values()}
         return [row for row in found if isinstance(row, sympy.Symbol)]
 
-    def result(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def result(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Return what a function says about the example, numbers in terms of sizes.
 
         If it depends on the number of rows in no simple way, that number is fixed.
@@ -112,7 +112,11 @@ class ExampleValues:
         return found[0]
 
     def sizes(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None
+        self,
+        func: Callable[..., object],
+        args: Args,
+        kwargs: Kwargs,
+        module: nn.Module | None = None,
     ) -> Any:
         """Return what a function returns as fake tensors, with the sizes of the example.
 
@@ -145,7 +149,7 @@ class ExampleValues:
         with self._mode:
             return map_leaves(fake, first)
 
-    def whole(self, call: ValueFunction, args: Any, kwargs: Any) -> Any:
+    def whole(self, call: ValueFunction, args: Args, kwargs: Kwargs) -> object:
         """Return what a function of whole numbers returns, as fake tensors.
 
         Raises:
@@ -158,7 +162,7 @@ class ExampleValues:
         self.run(call.checked, args, kwargs)
         return self.sizes(call, args, kwargs)
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Return what a function returns for the example.
 
         Raises:
@@ -169,7 +173,9 @@ class ExampleValues:
         except Exception as error:
             raise NoValueError from error
 
-    def shapes(self, func: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module) -> Any:
+    def shapes(
+        self, func: Callable[..., Any], args: Args, kwargs: Kwargs, module: nn.Module
+    ) -> Any:
         """Return the sizes of what a module returns for the example, as numbers.
 
         Raises:
@@ -188,7 +194,7 @@ class ExampleValues:
             return self._is_usable
         return False
 
-    def fix_others(self, args: Any, kwargs: Any) -> None:
+    def fix_others(self, args: Args, kwargs: Kwargs) -> None:
         """Have all sizes but the number of rows be those of the example, for good."""
         found = {
             symbol for expr in exprs_in((args, kwargs), self._env) for symbol in expr.free_symbols
@@ -204,7 +210,7 @@ class ExampleValues:
 
     # -- formulas
 
-    def _joined(self, found: Sequence[Any]) -> Any:
+    def _joined(self, found: Sequence[object]) -> object:
         paths = [[path for path, _ in walk(one)] for one in found]
         if any(path != paths[0] for path in paths):
             raise NoValueError
@@ -230,7 +236,7 @@ class ExampleValues:
         row, hint = rows[0]
         return self._number(floor_div(step * row, hint) + first - step, first)
 
-    def _number(self, expr: sympy.Expr, hint: int) -> Any:
+    def _number(self, expr: sympy.Expr, hint: int) -> object:
         return self._env.create_symintnode(expr, hint=hint)
 
     # -- running again
@@ -238,8 +244,8 @@ class ExampleValues:
     def _call(
         self,
         func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         scale: int,
         made_up: bool | None = None,
         module: nn.Module | None = None,
@@ -274,7 +280,7 @@ class ExampleValues:
 
         return map_leaves(one, value)
 
-    def _expr(self, size: Any) -> Any:
+    def _expr(self, size: object) -> object:
         return self._env.replace(size.node.expr) if isinstance(size, torch.SymInt) else size
 
     def _sizes_at(self, scale: int) -> dict[sympy.Symbol, int]:
@@ -284,7 +290,7 @@ class ExampleValues:
             for symbol, value in known_sizes(self._env).items()
         }
 
-    def _reads_floats(self, value: Any) -> bool:
+    def _reads_floats(self, value: object) -> bool:
         tensors = [leaf for _, leaf in walk(value) if isinstance(leaf, FakeTensor)]
         try:
             needed = set().union(*(self._needed(self._tape.node_of(t)) for t in tensors))
@@ -352,7 +358,7 @@ class ExampleValues:
     def _input(self, name: str, scale: int) -> Any:
         copies = scale * self._repeat
 
-        def repeated(leaf: Any) -> Any:
+        def repeated(leaf: object) -> object:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             row = self._rows.get(id(leaf))
@@ -391,7 +397,7 @@ def has_unbacked(output: Any, env: Any) -> bool:
     )
 
 
-def _number_at(expr: Any, values: Mapping[sympy.Symbol, int]) -> Any:
+def _number_at(expr: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
     if not isinstance(expr, sympy.Basic):
         return expr
     try:
@@ -430,7 +436,7 @@ def _described(output: Any) -> list[Any]:
     return [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for _, leaf in walk(output)]
 
 
-def _shapes(output: Any) -> list[list[int]]:
+def _shapes(output: object) -> list[list[int]]:
     return [
         [int(size) for size in leaf.shape]
         for _, leaf in walk(output)

@@ -24,7 +24,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpipe.graph.calls.graph_calls import Scripted, given
-from fxpipe.graph.nested import contents, map_leaves, mutable_parts, walk
+from fxpipe.graph.nested import Args, Kwargs, contents, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.call_keys import FunctionRuns, call_key, module_key, storage_of
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, has_unbacked
@@ -44,13 +44,7 @@ from fxpipe.torch_inside import (
     version_of,
 )
 
-__all__ = [
-    "DATA_DEPENDENT",
-    "Handed",
-    "LeafOutcome",
-    "LeafRuns",
-    "run_operation",
-]
+__all__ = ["DATA_DEPENDENT", "Handed", "LeafOutcome", "LeafRuns", "run_operation"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class LeafOutcome:
     `own` are the sizes that it should return, if it decides by sizes.
     """
 
-    output: Any
+    output: object
     changed: tuple[int, ...]
     untouched: tuple[int, ...]
     is_likely: bool = False
@@ -86,7 +80,7 @@ class LeafRuns:
         self._stand_ins = StandIns(sizes)
         self._outcomes: dict[Hashable, LeafOutcome] = {}
         self._kinds: dict[int, Hashable] = {}
-        self._alive: list[Any] = []
+        self._alive: list[object] = []
         self._touched: set[int] | None = set()
         self.example: ExampleValues | None = None
         self.functions = FunctionRuns()
@@ -97,7 +91,7 @@ class LeafRuns:
         self._leaf: nn.Module | None = None
 
     def run(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: nn.Module, call: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> LeafOutcome:
         """Return the outcome of a call; its tensors are new objects each time."""
         key = self._key(module, args, kwargs)
@@ -121,8 +115,8 @@ class LeafRuns:
         return dataclasses.replace(known, output=map_leaves(another, known.output))
 
     def run_function_real(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, failure: Exception
-    ) -> Any:
+        self, func: Callable[..., object], args: Args, kwargs: Kwargs, failure: Exception
+    ) -> object:
         """Return what a function returns, by running it on made-up real tensors."""
         with Left(self._mode), self._state.real():
             return run_real(self._mode, nn.Module(), func, args, kwargs, failure)
@@ -137,7 +131,7 @@ class LeafRuns:
         finally:
             self._touched = before
 
-    def touch(self, args: Iterable[Any]) -> None:
+    def touch(self, args: Iterable[object]) -> None:
         """Take note of the tensors that an operation inside a leaf uses."""
         if self._touched is None:
             return
@@ -148,7 +142,7 @@ class LeafRuns:
                 self.touch(arg)
 
     def _run(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: nn.Module, call: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> LeafOutcome:
         self.runs += 1
         failure: Exception = ValueDecidesError("the sizes of what a module returns depend on data")
@@ -182,14 +176,14 @@ class LeafRuns:
     def _settled(
         self,
         module: nn.Module,
-        call: Callable[..., Any],
-        inputs: Any,
+        call: Callable[..., object],
+        inputs: tuple[Args, Kwargs],
         found: LeafOutcome,
-        met: Sequence[Any],
+        met: Sequence[object],
     ) -> LeafOutcome:
         """Return an outcome in sizes of the model."""
 
-        def run(args: Any, kwargs: Any) -> Any:
+        def run(args: Args, kwargs: Kwargs) -> object:
             with preserved(module, far=False):
                 return call(*args, **kwargs)
 
@@ -201,12 +195,12 @@ class LeafRuns:
     def _run_real(
         self,
         module: nn.Module,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        call: Callable[..., object],
+        args: Args,
+        kwargs: Kwargs,
         failure: Exception,
-    ) -> Any:
-        expected: Any = None
+    ) -> object:
+        expected: object = None
         if self.example is not None:
             with contextlib.suppress(Exception):
                 expected = self.example.shapes(call, args, kwargs, module)
@@ -223,7 +217,7 @@ class LeafRuns:
         self.example.fix_others(args, kwargs)
         return self.example.sizes(call, args, kwargs, module)
 
-    def _shapes_at_hints(self, output: Any) -> list[list[int]]:
+    def _shapes_at_hints(self, output: object) -> list[list[int]]:
         env = self._mode.shape_env
         assert env is not None
         hints = known_sizes(env)
@@ -233,7 +227,7 @@ class LeafRuns:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def _run_as_is(self, call: Callable[..., Any], args: Any, kwargs: Any) -> LeafOutcome:
+    def _run_as_is(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
         self._touched = set()
@@ -257,7 +251,7 @@ class LeafRuns:
             aliases=tuple(aliases),
         )
 
-    def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Hashable | None:
+    def _key(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Hashable | None:
         return call_key(self._kind(module), args, kwargs)
 
     def _kind(self, module: nn.Module) -> Hashable:
@@ -267,7 +261,7 @@ class LeafRuns:
         return self._kinds[id(module)]
 
 
-def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, object], dict[str, object]]]:
     """Return the attributes and buffers of a leaf's modules, each beside a copy."""
     return [
         (name, place, dict(place))
@@ -278,7 +272,7 @@ def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, Any], dic
 
 
 def _changed(
-    attributes: list[tuple[str, dict[str, Any], dict[str, Any]]],
+    attributes: list[tuple[str, dict[str, object], dict[str, object]]],
 ) -> set[tuple[str, str]]:
     return {
         (name, key)
@@ -297,13 +291,13 @@ DATA_DEPENDENT = (
 
 def run_operation(
     leaves: LeafRuns,
-    func: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
+    func: Callable[..., object],
+    args: Args,
+    kwargs: Kwargs,
     *,
     real: bool,
     explain: Callable[[], str],
-) -> Any:
+) -> object:
     """Return what a torch function of opened code returns.
 
     `real` allows a run on made-up tensors, if the function cannot follow symbolic sizes.
@@ -328,16 +322,16 @@ class Handed:
     """The lists, dicts and objects that a leaf is given, and may change."""
 
     def __init__(
-        self, tape: Tape, argument: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]
+        self, tape: Tape, argument: Callable[[object], object], args: Args, kwargs: Kwargs
     ) -> None:
         self._tape = tape
         self._call = (args, kwargs)
         parts = [part for part in mutable_parts((args, kwargs)) if part is not kwargs]
         self._before = [(part, contents(part)) for part in parts]
         self._holders = [argument(part) for part in parts]
-        self._changed: list[tuple[Any, fx.Node]] = []
+        self._changed: list[tuple[object, fx.Node]] = []
 
-    def look(self, node_args: Any, node_kwargs: Any) -> tuple[Any, Any]:
+    def look(self, node_args: object, node_kwargs: object) -> tuple[object, object]:
         """Return the graph arguments with a node for each part that the call changed."""
         args, kwargs = self._call
         for (part, before), holder in zip(self._before, self._holders, strict=True):

@@ -23,7 +23,7 @@ import sympy
 import torch
 
 from fxpipe.graph.dims import plain, symbol
-from fxpipe.graph.nested import SYMBOLIC, map_leaves, mutable_parts, walk
+from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.example_values import has_unbacked
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sizes.symbols import Sizes, Values, number_at
@@ -32,7 +32,7 @@ from fxpipe.torch_inside import known_sizes
 __all__ = ["OwnSizes", "StandIns"]
 
 Shapes = list[list[Any]]
-RunAt = Callable[[Any, Any], Any]
+RunAt = Callable[[Args, Kwargs], object]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class StandIns:
         self._made: dict[sympy.Expr, tuple[sympy.Symbol, torch.SymInt]] = {}
         self._model: dict[sympy.Symbol, sympy.Expr] = {}
 
-    def hidden(self, args: object, kwargs: object) -> Any:
+    def hidden(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         """Return arguments of stand-in sizes; None if there is more to them than tensors."""
         inputs = (args, kwargs)
         parts = [part for part in mutable_parts(inputs) if part is not kwargs]
         is_number = any(isinstance(leaf, SYMBOLIC) for _, leaf in walk(inputs))
         if parts or is_number or has_unbacked(inputs, self._sizes.env):
             return None
-        memo: dict[int, Any] = {}
+        memo: dict[int, object] = {}
 
         def one(leaf: Any) -> Any:
             if not _has_symbols(leaf):
@@ -70,7 +70,8 @@ class StandIns:
                 memo[id(leaf)] = self._like(leaf, [self._stand_in(size) for size in leaf.shape])
             return memo[id(leaf)]
 
-        return map_leaves(one, inputs)
+        made: tuple[Args, Kwargs] = map_leaves(one, inputs)
+        return made
 
     def _stand_in(self, size: Any) -> Any:
         expr = self._expr(size)
@@ -84,7 +85,7 @@ class StandIns:
             self._model[made] = expr
         return self._made[expr][1]
 
-    def _like(self, leaf: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
+    def _like(self, leaf: torch.Tensor, shape: Sequence[object]) -> torch.Tensor:
         """Return a tensor of another size, in the order in memory that this one has."""
         steps = [number_at(step, self._sizes.env, {}) for step in leaf.stride()]
         strides: list[object] = [0] * len(shape)
@@ -223,7 +224,7 @@ class StandIns:
         """Return an output with sizes of the model in place of stand-ins."""
         env, remaining = self._sizes.env, iter(shapes)
 
-        def size(expr: Any) -> Any:
+        def size(expr: sympy.Basic) -> Any:
             model = env.replace(expr.xreplace(self._model)) if not isinstance(expr, int) else expr
             if isinstance(model, int) or not model.free_symbols:
                 return int(model)

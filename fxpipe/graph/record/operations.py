@@ -23,7 +23,7 @@ from fxpipe.graph.calls.checks import Agreed, AgreedDtype, AgreedGradient, Agree
 from fxpipe.graph.calls.graph_calls import Hooked, Refusal, TracedDtype
 from fxpipe.graph.calls.late_lists import joined_late, plain_lists, rejoined, split_late
 from fxpipe.graph.calls.value_functions import Found, running_functions
-from fxpipe.graph.nested import has_tensor, map_leaves, walk
+from fxpipe.graph.nested import Args, Kwargs, has_tensor, map_leaves, walk
 from fxpipe.graph.record.constant_values import (
     DECISIONS,
     Chance,
@@ -112,13 +112,13 @@ class Writer:
         if self.chance.was_drawn():
             self.refuse_draw()
 
-    def check_sizes(self, output: Any) -> None:
+    def check_sizes(self, output: object) -> None:
         """Have the stage check that tensors have the sizes that the trace gave them."""
         tensors = [leaf for _, leaf in walk(output) if isinstance(leaf, torch.Tensor)]
         expected = self.argument([list(tensor.shape) for tensor in tensors])
         self.call(AgreedSizes(user_frame()), self.argument(tensors), expected)
 
-    def check_parts(self, node: fx.Node, output: Any) -> None:
+    def check_parts(self, node: fx.Node, output: object) -> None:
         """Have the stage compare the numbers and flags among what a leaf returns."""
         for path, leaf in walk(output):
             is_plain = all(kind == "item" for kind, _ in path)
@@ -152,7 +152,7 @@ class Operations:
         self.has_lists = False  # whose length is a size
         self._dtypes_of_state: set[tuple[Place, torch.dtype]] = set()
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def call(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return what a torch function returns, in opened code and in leaves."""
         if getattr(func, "__name__", "") in DECISIONS:
             return self._decision(func, args, kwargs)
@@ -218,7 +218,7 @@ class Operations:
             self._writer.check_sizes(output)
         return output
 
-    def _decision(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _decision(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(args[0], FakeTensor):
             with Left(self._mode):
                 found = self._decisions.settled(args[0])
@@ -246,7 +246,9 @@ class Operations:
             self._writer.refuse(a_decisive_draw(user_frame(), rates))
         return found
 
-    def _run_or_follow(self, func: Any, args: Any, kwargs: Any, real: bool) -> tuple[Any, bool]:
+    def _run_or_follow(
+        self, func: object, args: Args, kwargs: Kwargs, real: bool
+    ) -> tuple[object, bool]:
         """Run a function; if values matter to it, return what it does for the example.
 
         The second result says whether the sizes of the output are the example's.
@@ -267,7 +269,7 @@ class Operations:
                 return self._agreed_sizes(func, args, kwargs), True
             raise
 
-    def _agreed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _agreed(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return what a function says about the example; the stage will check that."""
         assert self._leaves.example is not None
         with self._running.unseen():
@@ -277,7 +279,7 @@ class Operations:
         self._tape.write("call_function", check, node_args, self._writer.argument(kwargs))
         return result
 
-    def _agreed_sizes(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _agreed_sizes(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Return a function's output with the sizes that it has for the example."""
         assert self._leaves.example is not None
         with self._running.unseen():
@@ -292,7 +294,7 @@ class Operations:
         with self._tape.graph.inserting_after(self._tape.facts.last_part(node)):
             self._tape.write("call_function", Hooked(hook), (node,), {})
 
-    def run_unseen(self, func: Any, args: Any, kwargs: Any, real: bool) -> Any:
+    def run_unseen(self, func: Any, args: Args, kwargs: Kwargs, real: bool) -> Any:
         """Return what a function returns, without writing it down."""
         with self._running.unseen():
             return run_operation(

@@ -27,7 +27,7 @@ from fxpipe.graph.calls.graph_calls import Applied, Mapped, Scripted, function_m
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.nested import walk
+from fxpipe.graph.nested import Args, Kwargs, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.leaf_runs import LeafRuns
@@ -57,8 +57,8 @@ class Trace(TorchFunctionMode, Seer):
         state: FakeState,
         opened: Collection[str],
         splits: Mapping[str, SplitPoint],
-        inputs: Mapping[str, Any],
-        fakes: Mapping[str, Any],
+        inputs: Mapping[str, object],
+        fakes: Mapping[str, object],
     ) -> None:
         super().__init__()
         self._sizes = sizes
@@ -102,7 +102,13 @@ class Trace(TorchFunctionMode, Seer):
             self.operations.flag_read(func, args, output)
         return output
 
-    def on_module(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def on_module(
+        self,
+        module: nn.Module,
+        call: Callable[..., object],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> object:
         name = self._running.name_of(module)
         if name is not None and not self._running.is_busy:
             self.called.add(name)
@@ -135,43 +141,45 @@ class Trace(TorchFunctionMode, Seer):
             return self._running.around.reentrant(*args)
         return self.operations.run(Applied(function), args, kwargs, real=True)
 
-    def on_vmap(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def on_vmap(self, call: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if self._is_elsewhere(args, kwargs):
             return call(*args, **kwargs)
         modes = function_modes()
         return self.operations.run(Mapped(modes[modes.index(self) + 1 :]), args, kwargs)
 
-    def on_script(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def on_script(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         if self._is_elsewhere(args, kwargs):
             return self._scripted(function, *args, **kwargs)
         return self.operations.run(Scripted(function), args, kwargs, real=True)
 
-    def _is_elsewhere(self, args: Any, kwargs: Any) -> bool:
+    def _is_elsewhere(self, args: Args, kwargs: Kwargs) -> bool:
         """Say whether a call is not opened code's; a leaf uses its arguments."""
         if self._running.leaves:
             self._leaves.touch(leaf for _, leaf in walk((args, kwargs)))
         return self._running.is_elsewhere
 
-    def _scripted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _scripted(self, call: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Run compiled code on real tensors: given a symbol, it takes the number for granted."""
         with suppress(Exception):
             failure = ValueDecidesError("compiled code fails")
             return self._leaves.run_function_real(call, args, kwargs, failure)
         return call(*args, **kwargs)
 
-    def on_decision(self, value: Any) -> None:
+    def on_decision(self, value: object) -> None:
         if not self._running.is_elsewhere:
             self._sizes.decided(value)
         elif self._running.leaves and is_users(sys._getframe(2).f_code.co_filename):
             self._sizes.decided(value, inside_leaf=True)
 
-    def on_check(self, condition: Any) -> bool:
+    def on_check(self, condition: object) -> bool:
         return self.calls.check(condition)
 
     def on_kept(self, module: nn.Module) -> None:
         self._leaf_calls.on_kept(module)
 
-    def on_hook(self, hook: Callable[..., Any], module: nn.Module, values: tuple[Any, ...]) -> Any:
+    def on_hook(
+        self, hook: Callable[..., object], module: nn.Module, values: tuple[object, ...]
+    ) -> object:
         return self.calls.hook(hook, module, values)
 
     def on_training(self, module: nn.Module) -> None:
@@ -179,11 +187,11 @@ class Trace(TorchFunctionMode, Seer):
         if name is not None:
             self.training_read.add(name)
 
-    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None:
+    def on_checkpoint(self, entering: bool, options: dict[str, object]) -> None:
         if not self._running.is_elsewhere:
             self._running.around.checkpoint(options, entering)
 
-    def on_autocast(self, region: Any, entering: bool) -> None:
+    def on_autocast(self, region: object, entering: bool) -> None:
         if not self._running.is_elsewhere:
             self._running.around.autocast(region, entering)
 

@@ -37,7 +37,7 @@ class Carried:
     """An attribute that opened code read and changed, so that the next run may differ."""
 
     read: Read
-    value: Any  # that the next run begins with
+    value: object  # that the next run begins with
     fault: str
 
 

@@ -437,7 +437,7 @@ def _holds_fake(value: object, depth: int = 0) -> bool:
         return True
     if depth > 3 or isinstance(value, (nn.Module, type, types.ModuleType, str)):
         return False
-    inner: list[Any] = []
+    inner: list[object] = []
     if isinstance(value, Mapping):
         inner += value.values()
     if isinstance(value, (tuple, list, set, frozenset, ValuesView, ItemsView)):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fxpipe.graph.nested import has_tensor
+from fxpipe.graph.nested import Args, Kwargs, has_tensor
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.torch_inside import VERSION_COUNTER, following_sizes, functorch_is_active
 
@@ -75,13 +75,10 @@ def effect_of(func: Any) -> str:
     return name if name in ("backward", "set_", "share_memory_") else ""
 
 
-_OPERATORS = {
-    "__getitem__": operator.getitem,
-    "__setitem__": operator.setitem,
-}
+_OPERATORS = {"__getitem__": operator.getitem, "__setitem__": operator.setitem}
 
 
-def as_node(func: object, args: Any, kwargs: object) -> tuple[str, object, object, object]:
+def as_node(func: object, args: Args, kwargs: object) -> tuple[str, object, object, object]:
     """Return op, target, args and kwargs of the node for a call."""
     called = getattr(func, "__name__", "")
     if called in ("__get__", "__set__") and hasattr(func, "__self__"):
@@ -122,14 +119,14 @@ def _is_method(func: object, name: str) -> bool:
     return method is not None and (method is func or method == func)
 
 
-def substitute(func: Any, args: Any) -> object:
+def substitute(func: object, args: Args) -> object:
     """Return the function to run, and to write down, in place of another."""
     if func in (torch.tensor, torch.as_tensor) and args and type(args[0]) in (tuple, list):
         return stacked if has_tensor(args[0]) else func
     return func
 
 
-def stacked_indices(func: Any, args: Any, stack: Callable[[object], object]) -> object:
+def stacked_indices(func: object, args: Args, stack: Callable[[object], object]) -> Args:
     """Return the arguments of a call; lists of tensors in an index are stacked by `stack`."""
     if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or len(args) < 2:
         return args
@@ -141,7 +138,7 @@ def stacked_indices(func: Any, args: Any, stack: Callable[[object], object]) -> 
     return (tensor, made if type(index) is tuple else made[0], *rest)
 
 
-def clamped_slices(func: Any, args: Any) -> object:
+def clamped_slices(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a call; `x[:, :8]` ends at the smaller of 8 and the size.
 
     A plain slice does so by itself, but tells nobody: torch takes the answer for the example
@@ -215,7 +212,7 @@ def _stacked(data: object) -> torch.Tensor:
 _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 
 
-def run_following(func: Callable[..., Any], args: Any, kwargs: Any) -> object:
+def run_following(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> object:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
     if kwargs.get("generator", func) is None:  # with one, torch takes numbers only

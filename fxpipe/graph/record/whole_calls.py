@@ -25,7 +25,7 @@ from fxpipe.graph.calls.checks import AgreedLeaf, Asserted
 from fxpipe.graph.calls.graph_calls import Observed
 from fxpipe.graph.calls.late_lists import Numbers, plain_lists
 from fxpipe.graph.calls.value_functions import ValueFunction
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns
@@ -61,7 +61,7 @@ class WholeCalls:
         self._operations = operations
         self._inputs = inputs
 
-    def mask(self, call: MaskCall, args: Any, kwargs: Any) -> Any:
+    def mask(self, call: MaskCall, args: Args, kwargs: Kwargs) -> Any:
         """Write the making of an attention mask as one node, if there is a mask."""
         if not self._running.is_opened():
             return call(*args, **kwargs)
@@ -80,7 +80,7 @@ class WholeCalls:
         self._tape.adopt(node, output, tensors)
         return output
 
-    def value_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def value_function(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Write a function of whole numbers as one node, if it is one."""
         if not self._running.is_opened():
             return function(*args, **kwargs)
@@ -106,7 +106,7 @@ class WholeCalls:
         self._writer.check_sizes(output)
         return output
 
-    def list_of(self, tensor: torch.Tensor, make: Callable[[], Any]) -> Any:
+    def list_of(self, tensor: torch.Tensor, make: Callable[[], object]) -> object:
         """Return the values of a tensor as a list, made late if its length is a size."""
         if self._running.is_busy or not _has_open_length(tensor):
             return make()
@@ -194,7 +194,7 @@ class LeafCalls:
         self._left: dict[tuple[int, str], set[str]] = {}
 
     def run(
-        self, module: nn.Module, name: str, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
     ) -> Any:
         """Run a leaf and write its call."""
         self._writer.check_chance()
@@ -240,8 +240,13 @@ class LeafCalls:
         return outcome.output
 
     def run_inside(
-        self, module: nn.Module, name: str | None, call: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+        self,
+        module: nn.Module,
+        name: str | None,
+        call: Callable[..., object],
+        args: Args,
+        kwargs: Kwargs,
+    ) -> object:
         """Run a module inside of a leaf, or of code that is not written down."""
         if self._running.is_busy or (self._running.leaves and self._running.leaves[-1] is module):
             return call(*args, **kwargs)
@@ -250,7 +255,7 @@ class LeafCalls:
         with self._running.in_leaf(module):
             return call(*args, **kwargs)
 
-    def on_left(self, holder: Any, name: str) -> None:
+    def on_left(self, holder: object, name: str) -> None:
         """Open a leaf whose inner module keeps something that opened code reads."""
         self._writer.wanted |= self._left.get((id(holder), name), set())
 

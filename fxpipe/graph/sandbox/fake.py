@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.sandbox.made_up import another, grown, run_real
 from fxpipe.graph.sandbox.patches import Seer, intercepted
 from fxpipe.graph.sandbox.restore import preserved, preserved_values
@@ -37,14 +37,7 @@ from fxpipe.torch_inside import (
     shard_precision,
 )
 
-__all__ = [
-    "FakeState",
-    "Left",
-    "Slot",
-    "fake_mode",
-    "on_trace_device",
-    "probe",
-]
+__all__ = ["FakeState", "Left", "Slot", "fake_mode", "on_trace_device", "probe"]
 
 _CPU = torch.device("cpu")
 _SMALL = 1 << 20  # numbers of a module, or of a tensor
@@ -168,7 +161,7 @@ class _Casting(Seer):
     """Casts like the hooks of sharded modules with mixed precision, which do not run."""
 
     def on_module(
-        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+        self, module: nn.Module, call: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> object:
         policy = shard_precision(module)
         if policy is None:

@@ -69,7 +69,7 @@ def another(leaf: object, shape: Sequence[object] | None = None) -> Any:
     return empty(shape or leaf.shape, stride, leaf.dtype, device, leaf.requires_grad)
 
 
-def _strides(leaf: torch.Tensor, shape: Sequence[Any]) -> list[object]:
+def _strides(leaf: torch.Tensor, shape: Sequence[object]) -> list[object]:
     strides: list[object] = [0] * len(shape)
     step: Any = 1
     order = sorted(range(len(shape)), key=lambda dim: (leaf.stride(dim), -dim))
@@ -184,7 +184,8 @@ class _Runs:
         sizes = [*free, *(e for e in self._exprs if e.free_symbols <= {*free}), *products]
         shapes = []
         for (_, a), (_, b) in pairs:
-            dims = zip(a.shape, b.shape, strict=True) if isinstance(a, torch.Tensor) else ()
+            shapes_of = [t.shape for t in (a, b) if isinstance(t, torch.Tensor)]
+            dims = zip(*shapes_of, strict=True)
             shape = [self._size(int(m), int(n), sizes, others) for m, n in dims]
             if None in shape:
                 return None
@@ -220,7 +221,7 @@ class _Runs:
         return self._call(*args, **kwargs)
 
 
-def _at(expr: Any, values: Values) -> int:
+def _at(expr: sympy.Basic, values: Values) -> int:
     return int(expr.xreplace(dict(values)))
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from fxpipe.graph.nested import Args, Kwargs
 from fxpipe.graph.source_line import is_message, is_users
 from fxpipe.torch_inside import (
     CHECK_ENTRIES,
@@ -37,16 +38,9 @@ from fxpipe.torch_inside import (
     pre_hook_takes_kwargs,
 )
 
-__all__ = [
-    "Seer",
-    "intercepted",
-    "observe",
-    "patched",
-    "run_forward",
-    "unobserved",
-]
+__all__ = ["Seer", "intercepted", "observe", "patched", "run_forward", "unobserved"]
 
-Call = Callable[..., Any]
+Call = Callable[..., object]
 
 
 class Seer:
@@ -55,33 +49,33 @@ class Seer:
     This one lets everything happen, without the hooks of users.
     """
 
-    def on_module(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
+    def on_module(self, module: nn.Module, call: Call, args: Args, kwargs: Kwargs) -> object:
         return call(*args, **kwargs)
 
-    def on_function(self, function: type, call: Call, args: Any, kwargs: Any) -> Any:
+    def on_function(self, function: type, call: Call, args: Args, kwargs: Kwargs) -> object:
         return call(*args, **kwargs)
 
-    def on_vmap(self, call: Call, args: Any, kwargs: Any) -> Any:
+    def on_vmap(self, call: Call, args: Args, kwargs: Kwargs) -> object:
         return call(*args, **kwargs)
 
-    def on_script(self, function: Call, args: Any, kwargs: Any) -> Any:
+    def on_script(self, function: Call, args: Args, kwargs: Kwargs) -> object:
         return function(*args, **kwargs)
 
-    def on_decision(self, value: Any) -> None: ...
+    def on_decision(self, value: object) -> None: ...
 
-    def on_check(self, condition: Any) -> bool:
+    def on_check(self, condition: object) -> bool:
         """Say that a check of the user's is taken care of."""
         return False
 
     def on_training(self, module: nn.Module) -> None: ...
 
-    def on_checkpoint(self, entering: bool, options: dict[str, Any]) -> None: ...
+    def on_checkpoint(self, entering: bool, options: dict[str, object]) -> None: ...
 
-    def on_autocast(self, region: Any, entering: bool) -> None: ...
+    def on_autocast(self, region: object, entering: bool) -> None: ...
 
     def on_kept(self, module: nn.Module) -> None: ...
 
-    def on_hook(self, hook: Call, module: nn.Module, values: tuple[Any, ...]) -> Any: ...
+    def on_hook(self, hook: Call, module: nn.Module, values: tuple[object, ...]) -> object: ...
 
 
 @contextmanager
@@ -133,7 +127,7 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         yield
 
 
-def run_forward(module: nn.Module, args: Any, kwargs: Any, seer: Seer | None = None) -> Any:
+def run_forward(module: nn.Module, args: Args, kwargs: Kwargs, seer: Seer | None = None) -> Any:
     """Run a module's forward with the hooks of libraries, and of users if the seer wants that."""
     original = compiled_from(module)
     if original is not None:
@@ -180,7 +174,7 @@ def unobserved(module: nn.Module) -> Iterator[None]:
         _unobserved.pop()
 
 
-def observe(module: nn.Module, args: Any, result: Any) -> None:
+def observe(module: nn.Module, args: Args, result: object) -> None:
     """Run the hooks that only take note of what a module returned."""
     for hook in list(forward_hooks(module).values()):
         if _is_observer(hook):
@@ -197,14 +191,14 @@ def _keeps(hook: Any, module: nn.Module, args: Any, result: Any) -> bool:
     return any(sys.getrefcount(t) > count for t, count in zip(tensors, before, strict=True))
 
 
-def _is_observer(hook: Any) -> bool:
+def _is_observer(hook: object) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 _LIBRARIES = ("torch.nn.utils.", "transformers.", "fxpipe.")
 
 
-def _is_library_hook(hook: Any) -> bool:
+def _is_library_hook(hook: object) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -260,7 +254,7 @@ def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     return call
 
 
-def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> Any:
+def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> object:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super(owner, cls)
         call = parent.apply
@@ -271,7 +265,7 @@ def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> Any:
 
 def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         return seer.on_vmap(original, args, kwargs) if here() else original(*args, **kwargs)
 
     return run
@@ -287,7 +281,7 @@ def _watched_check(original: Call, seer: Seer, here: Callable[[], bool]) -> Call
 
 
 def _watched_script(function: Call, seer: Seer, here: Callable[[], bool]) -> Call:
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> object:
         return seer.on_script(function, args, kwargs) if here() else function(*args, **kwargs)
 
     return run
@@ -353,7 +347,9 @@ def _watched_autocast(original: Call, seer: Seer, here: Callable[[], bool], ente
     return step
 
 
-def _watched_checkpoint(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
+def _watched_checkpoint(
+    original: Callable[..., Iterator[None]], seer: Seer, here: Callable[[], bool]
+) -> Call:
     signature = inspect.signature(original)
     public = inspect.signature(torch.utils.checkpoint.checkpoint).parameters.values()
     names = {p.name for p in public if p.kind is p.KEYWORD_ONLY} - {"use_reentrant"}

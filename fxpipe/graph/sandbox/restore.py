@@ -155,11 +155,11 @@ class Places:
 
     def __init__(self, module: nn.Module, *, far: bool = True) -> None:
         self._seen: set[int] = set()
-        self._held: list[tuple[Any, Any]] = []
+        self._held: list[tuple[object, object]] = []
         self._caches: dict[int, tuple[Any, int]] = {}
         self._random: list[tuple[Callable[[Any], Any], Any]] = []
-        self._code: collections.deque[Any] = collections.deque()
-        self._queue: collections.deque[Any] = collections.deque(module.modules())
+        self._code: collections.deque[object] = collections.deque()
+        self._queue: collections.deque[object] = collections.deque(module.modules())
         self._finish_queue()
         most = len(self._held) + _MOST
         while far and self._code and len(self._held) < most:
@@ -203,7 +203,7 @@ class Places:
         else:
             self._code.append(value)
 
-    def _visit_code(self, value: Any) -> None:
+    def _visit_code(self, value: object) -> None:
         if isinstance(value, types.FunctionType):
             self._queue.extend(value.__closure__ or ())
             self._queue.extend((value.__defaults__, value.__kwdefaults__, vars(value)))
@@ -230,7 +230,7 @@ class Places:
         elif not _is_foreign(type(value).__module__):
             self._object(value)
 
-    def _object(self, value: Any) -> None:
+    def _object(self, value: object) -> None:
         if hasattr(value, "__dict__"):
             self._seen.add(id(vars(value)))
             self._hold(vars(value))
@@ -253,7 +253,7 @@ class Places:
         self._queue.extend(_values(content))
 
 
-def _is_cache(value: Any) -> bool:
+def _is_cache(value: object) -> bool:
     return type(value) is _LRU_CACHE
 
 
@@ -264,7 +264,7 @@ class _Slots:
         self.value = value
 
     def read(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for kind in type(self.value).__mro__:
             names = kind.__dict__.get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
@@ -297,7 +297,7 @@ def _content(place: Any) -> Any:
     return list(place) if isinstance(place, (list, collections.deque)) else set(place)
 
 
-def _values(content: Any) -> Iterable[Any]:
+def _values(content: Any) -> Iterable[object]:
     return list(content.values()) if isinstance(content, dict) else content
 
 
@@ -350,7 +350,7 @@ def _kind_of(place: dict[Any, Any]) -> Any:
 _MISSING = object()
 
 
-def _differences(now: dict[str, Any], before: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _differences(now: dict[str, object], before: dict[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the names that changed, with what they were; a definition is not undone."""
     for name in [*now, *(name for name in before if name not in now)]:
         old = before.get(name, _MISSING)

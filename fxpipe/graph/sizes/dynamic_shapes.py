@@ -212,7 +212,7 @@ class _Reader:
                     f"{name!r} is not among the inputs ({', '.join(self._inputs)}){hint}"
                 )
 
-    def by_position(self, shapes: tuple[Any, ...] | list[Any]) -> None:
+    def by_position(self, shapes: tuple[object, ...] | list[object]) -> None:
         if len(shapes) != len(self._inputs):
             self.faults.append(
                 f"it has {len(shapes)} entries for {len(self._inputs)} inputs "
@@ -250,8 +250,8 @@ class _Reader:
             self._value((*path, accessor), child, part)
 
     def _entries(
-        self, path: tuple[Accessor, ...], value: torch.Tensor, shape: Any
-    ) -> Iterator[tuple[int, Any]]:
+        self, path: tuple[Accessor, ...], value: torch.Tensor, shape: object
+    ) -> Iterator[tuple[int, object]]:
         where, rank = path_text(path), value.dim()
         if isinstance(shape, (tuple, list)):
             if len(shape) == rank:

@@ -26,7 +26,7 @@ from fxpipe.graph.dims import evaluate, free_names, holds, plain, solve, symbol
 from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import Accessor, map_leaves, walk
+from fxpipe.graph.nested import Accessor, Args, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
 from fxpipe.torch_inside import (
     FakeTensorMode,
@@ -63,7 +63,7 @@ class InputDim:
         return f"{path_text(self.path)} dimension {self.dim}"
 
 
-def all_dims(inputs: Mapping[str, Any]) -> dict[InputDim, sympy.Expr]:
+def all_dims(inputs: Mapping[str, object]) -> dict[InputDim, sympy.Expr]:
     """Name every dimension that could vary; equal sizes at one position share a name."""
     tensors = [(path, leaf) for path, leaf in walk(dict(inputs)) if isinstance(leaf, torch.Tensor)]
     deepest = max((tensor.dim() for _, tensor in tensors), default=0)
@@ -139,7 +139,7 @@ class Sizes:
                 self._fake_tensor(path, leaf, device_of) if isinstance(leaf, torch.Tensor) else leaf
             )
 
-        result: dict[str, Any] = map_leaves(one, dict(inputs))
+        result: dict[str, object] = map_leaves(one, dict(inputs))
         return result
 
     def _fake_tensor(self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: Any) -> Any:
@@ -189,7 +189,7 @@ class Sizes:
         """Return where the conditions stand now, for `met_since`."""
         return len(self.env.guards)
 
-    def conditions_so_far(self) -> tuple[Any, ...]:
+    def conditions_so_far(self) -> tuple[object, ...]:
         """Return what is known of the sizes, for `take_back`."""
         return conditions_of(self.env), self.decisions()
 
@@ -234,7 +234,7 @@ class Sizes:
         else:
             self._decisions[sympy.Eq(expr, self._hint(expr))] = None
 
-    def _is_open(self, expr: Any) -> bool:
+    def _is_open(self, expr: sympy.Basic) -> bool:
         """Say whether a condition can have either answer for sizes from 2 on."""
         larger = {
             s: sympy.Symbol(s.name, integer=True, nonnegative=True) + 2 for s in expr.free_symbols
@@ -252,16 +252,16 @@ class Sizes:
         """Go back to earlier decisions."""
         self._decisions = dict(before)
 
-    def _hint(self, expr: Any) -> Any:
+    def _hint(self, expr: sympy.Basic) -> Any:
         return self.env.replace(expr).xreplace(known_sizes(self.env))
 
-    def plain(self, expr: Any) -> Any:
+    def plain(self, expr: sympy.Basic) -> Any:
         """Return an expression of the trace in our names, simplified by what was learnt."""
         if isinstance(expr, (bool, int, float)):
             return expr
         return plain(self.env.replace(expr), self._names)
 
-    def plain_arguments(self, args: Any) -> Any:
+    def plain_arguments(self, args: Args) -> object:
         """Return graph arguments with every size in our names."""
         return map_arguments(
             lambda leaf: self.plain(leaf) if isinstance(leaf, sympy.Basic) else leaf, args
@@ -293,7 +293,7 @@ class Sizes:
     def place(self, name: str) -> Place | None:
         """Return where the model fixed a size, or made it follow from another."""
         found: Place | None = None
-        current: Any = next((s for s, ours in self._names.items() if ours == symbol(name)), None)
+        current: object = next((s for s, ours in self._names.items() if ours == symbol(name)), None)
         settled = getattr(self.env, "settled", {})
         while current in settled:
             current, found = settled[current]
@@ -320,7 +320,7 @@ class Sizes:
         return [sympy.Eq(symbol(name), hints[name]) for name in sorted(names)]
 
 
-def _names_in(expr: Any) -> Iterable[str]:
+def _names_in(expr: sympy.Basic) -> Iterable[str]:
     return [] if isinstance(expr, int) else [s.name for s in expr.free_symbols]
 
 
@@ -357,7 +357,7 @@ def flat(size: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _flat(expr: Any) -> Any:
+def _flat(expr: sympy.Basic) -> Any:
     if not expr.args:
         return expr
     args = [_flat(arg) for arg in expr.args]
@@ -369,6 +369,6 @@ def _flat(expr: Any) -> Any:
     return expr.func(*args)
 
 
-def _is_division(expr: Any) -> bool:
+def _is_division(expr: sympy.Basic) -> bool:
     is_one = type(expr).__name__ == "FloorDiv"
     return is_one and bool(expr.args[1].is_Integer) and bool(expr.args[1] > 0)

@@ -20,12 +20,12 @@ from torch import nn
 
 from fxpipe.errors import InputError, InputTypeError
 from fxpipe.graph.sandbox.restore import put_back, random_states
-from fxpipe.program import Program, Span, lower
+from fxpipe.program import Program, Span
 from fxpipe.program.formats.text import parse_action
 from fxpipe.runtime.agree.briefs import Brief, check_pipelines
 from fxpipe.runtime.agree.inputs import signature
 from fxpipe.runtime.agree.module_state import ModuleState, surroundings
-from fxpipe.runtime.agree.request import Call, Chunks, Options, split_call
+from fxpipe.runtime.agree.request import Call, Chunks, Options, lower_call, split_call
 from fxpipe.runtime.agree.step_plan import PlanMaker, StepPlan
 from fxpipe.runtime.agree.tied_copies import TiedCopies, compare_copies
 from fxpipe.runtime.batch_weight import BatchWeightError
@@ -36,7 +36,7 @@ from fxpipe.runtime.newcomer import Newcomer
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.partners import Partners, partner_groups
 from fxpipe.runtime.parameters.replicas import Replicas
-from fxpipe.runtime.parameters.sync import NoSync, check_wrapper, do_collectives, grad_sync
+from fxpipe.runtime.parameters.sync import GradSync, check_wrapper, do_collectives, grad_sync
 from fxpipe.runtime.rollback import ChangingBuffers
 from fxpipe.runtime.stage.executor import Hooks
 from fxpipe.runtime.stage.stage_kind import Stage
@@ -131,6 +131,12 @@ class Session:
             number = self._number or (0 if self.is_local else -self._newcomer.place())
             with control.call(name, number, deadline, self._status):
                 yield control
+        except BaseException:
+            failed = None if self._control is None else self._control.failure
+            if failed is not None and failed.is_final:
+                syncs = list(self._syncs().values())
+                Replicas(syncs, 0.0, trains=True, reduces=False).break_off(str(failed))
+            raise
         finally:
             self._running = self.run = None
             self._busy.release()
@@ -169,12 +175,11 @@ class Session:
         try:
             plan, call, chunks, records = self._agree(call, control, partners)
         except TransportError as error:
-            raise control.lost(error) from error
+            failure = control.lost(error)
+            self._tell_replicas(call, control, failure)
+            raise failure from error
         except BaseException as error:
-            try:
-                self._tell_replicas(call, in_words(error))
-            except Exception as other:
-                note(error, f"replicas were not told: {in_words(other)}")
+            self._tell_replicas(call, control, error)
             raise
         self.plan = self._running = plan
         outcome = self._run(control, plan, call, chunks, partners, records)
@@ -215,37 +220,47 @@ class Session:
             "they must depend on the batch, the model and torch's random numbers alone"
         )
 
-    def _tell_replicas(self, call: Call, message: str) -> None:
+    def _tell_replicas(self, call: Call, control: Control, error: BaseException) -> None:
         """The step does not even begin: replicas that begin it would wait for this rank."""
-        if self.plan is None:
-            modules = {i: stage.submod for i, stage in self.stages.items()}
-            has_loss = self.options.loss_fn is not None
-        else:
-            modules = {i: runner.module for i, runner in self.plan.runners.items()}
-            has_loss = self.plan.has_loss
-        if not call.training or not has_loss:
-            return
-        syncs = {i: grad_sync(m) for i, m in modules.items() if isinstance(m, nn.Module)}
-        if all(isinstance(sync, NoSync) for sync in syncs.values()):
-            return
-        sharded = any(sync.is_sharded for sync in syncs.values())
-        lowered = lower(
-            self.program,
-            reduce_grad=call.finalizes,
-            max_unsharded=self.options.max_unsharded if sharded else None,
-            unshard_lookahead=self.options.lookahead(self.program.num_ranks),
+        if control.failure is not None and control.failure.is_final:
+            return  # `call` breaks off
+        has_loss = self.options.loss_fn is not None if self.plan is None else self.plan.has_loss
+        trains, message = call.training and has_loss, in_words(error)
+        syncs = self._syncs()
+        replicas = Replicas(
+            list(syncs.values()), self.options.timeout, trains=trains, reduces=call.finalizes
         )
-        replicas = Replicas(list(syncs.values()), self.options.timeout, reduces=call.finalizes)
-        with replicas.limited():
-            try:
-                replicas.begin({})
-                for actions in lowered.ranks:
-                    do_collectives(actions, syncs)
-                replicas.give_up(message)
-            finally:
-                replicas.end(succeeded=False)
-                for sync in syncs.values():
-                    sync.reshard()
+        if not replicas.has_groups:
+            return
+        try:
+            with replicas.limited():
+                try:
+                    replicas.begin({})
+                    lowered = lower_call(
+                        self.program,
+                        self.options,
+                        trains=trains,
+                        reduces=call.finalizes,
+                        shards=any(sync.is_sharded for sync in syncs.values()),
+                    )
+                    for actions in lowered.ranks:
+                        do_collectives(actions, syncs)
+                    replicas.give_up(message)
+                finally:
+                    replicas.end(succeeded=False)
+                    for sync in syncs.values():
+                        sync.reshard()
+        except BaseException as other:
+            replicas.break_off(message)
+            note(error, f"replicas were told, but not waited for: {in_words(other)}")
+
+    def _syncs(self) -> dict[int, GradSync]:
+        """How each stage is kept in step with its replicas; the same for stages of one module."""
+        if self.plan is not None:
+            return {index: runner.sync for index, runner in self.plan.runners.items()}
+        modules = {i: s.submod for i, s in self.stages.items() if isinstance(s.submod, nn.Module)}
+        made = {id(module): grad_sync(module) for module in modules.values()}
+        return {index: made[id(module)] for index, module in modules.items()}
 
     def _agree(
         self, call: Call, control: Control, partners: Partners

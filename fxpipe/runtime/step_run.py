@@ -11,6 +11,7 @@ that fails leaves gradients and buffers as they were before it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -76,7 +77,9 @@ class StepRun:
         self.records_spans = records_spans
         self.trains = call.training and plan.has_loss
         syncs = [runner.sync for runner in plan.runners.values()]
-        self._replicas = Replicas(syncs, session.options.timeout, reduces=call.finalizes)
+        self._replicas = Replicas(
+            syncs, session.options.timeout, trains=self.trains, reduces=call.finalizes
+        )
         self._partners = partners
         self.leaves = InputLeaves()
         self._rollback: Rollback | None = None
@@ -117,6 +120,9 @@ class StepRun:
             if self._needs_whole(scale):
                 self._confirm(self._attempt(lambda: self._make_whole(scale)))
         except BaseException as error:
+            failed = self.control.failure
+            if failed is not None and failed.is_final:  # nobody must wait for collectives here
+                self._replicas.break_off(str(failed))
             self._despite(error, lambda: self._replicas.end(succeeded=False))
             self._undo(error)
             self._despite(error, self._reshard)
@@ -162,7 +168,7 @@ class StepRun:
         self._rollback = Rollback(kept, modules, self.session.changing)
         if self.trains:
             self._stash = ties.GradStash(apart)
-            self._replicas.begin(self._stash.earlier)
+        self._replicas.begin({} if self._stash is None else self._stash.earlier)
 
     def _loss_modules(self) -> Iterator[tuple[str, nn.Module]]:
         loss_fn = self.session.options.loss_fn
@@ -246,6 +252,8 @@ class StepRun:
         """Run the program; what went wrong, if anything, after all transfers are done."""
         plan = self.plan
         try:
+            for executor in plan.executors:
+                executor.since = time.monotonic()
             self._keep()
             self._prepare()
             for executor in plan.executors:
@@ -256,15 +264,14 @@ class StepRun:
                 run_rank(plan.executors[0], self.control)
             self.chunks.check_unchanged()
             made = self._outcome()
+            self._replicas.finish()
             if self.trains:
-                self._replicas.finish()
                 self._add_up_tied()
             self._partners.finish()
             outcome.append(made)
         except InterruptedStepError as interrupted:
             failure = interrupted.failure
             if failure.is_final:
-                self._tell_replicas(str(failure))
                 raise self.control.final(failure) from None
             return self._drained(remote_error(failure))
         except TransportError as error:
@@ -315,32 +322,25 @@ class StepRun:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
         try:
             self._partners.tell(in_words(error))
-            if self.trains:
-                self._replicas.begin({})
+            self._replicas.begin({})
             if self.session.is_local:
                 for executor in self.plan.executors:
                     executor.drain_collectives()
             else:
                 self.plan.executors[0].drain()
-            self._tell_replicas(in_words(error))
+            self._replicas.give_up(in_words(error))
         except TransportError as lost:
             self._lost(lost)
             raise error from lost
         except BaseException as inner:  # a device that is gone for good, a second interrupt
-            kind, text = described(inner)
+            kind, text = described(error)
             self.control.give_up(replace(self._where(), type=kind, message=text, kind="broken"))
             raise error from inner
         return error
 
-    def _tell_replicas(self, message: str) -> None:
-        if self.trains:
-            self._replicas.give_up(message)
-
     def _lost(self, error: TransportError) -> BaseException:
         """A peer is gone or does not answer: there is nothing left to confirm."""
-        failure = self.control.lost(error, self._where())
-        self._tell_replicas(str(failure))
-        return failure
+        return self.control.lost(error, self._where())
 
     # After the program
 

@@ -108,6 +108,8 @@ def _longer(
         receives=options.receives,
         boundary_dtype=options.boundary_dtype,
         tp_group=options.tp_group,
+        max_unsharded=options.max_unsharded,
+        unshard_lookahead=options.unshard_lookahead,
         max_outstanding_sends=options.max_outstanding_sends,
         **more,
     )

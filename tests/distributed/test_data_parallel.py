@@ -418,6 +418,41 @@ def test_fsdp_with_mixed_precision(schedule: str, is_traced: bool) -> None:
     run_on_ranks(4, mixed_precision, schedule, is_traced)
 
 
+class Decided(nn.Module):
+    """The values of a tensor decide what it computes, or how many rows it returns."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(8, 8).double(), by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.linear(x)
+        if self.by == "rows":
+            return h[h[:, 0] > 0]
+        return h * 2 if h.sum() > 0 else h
+
+
+def decided_by_values(rank: int, by: str, place_of_it: int) -> str:
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    module = Decided(by) if place == place_of_it else blocks(1)[0]
+    stage = PipelineStage(wrap(module, "fsdp", dp[place]), place, 2, "cpu", group=pp[replica])
+    with pytest.raises(InputError) as caught:
+        Schedule1F1B([stage], 4, loss_fn=mse).step(rand(8, 8), target=rand(8, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("by", "place"), [("branch", 0), ("rows", 0), ("branch", 1)])
+def test_a_sharded_stage_whose_values_decide_is_refused_in_our_words(by: str, place: int) -> None:
+    # It was a page of torch's about unbacked symbols, and in later stages "cannot take what ...".
+    for text in run_on_ranks(4, decided_by_values, by, place):
+        assert f"what sharded stage {place} computes" in text
+        assert (f"at {__file__}" in text) == (by == "branch")
+        assert "use torch.where or a mask, or DistributedDataParallel" in text
+        assert "\n" not in text
+
+
 class Faulty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -445,19 +480,26 @@ def fault_in_one_replica(rank: int, schedule: str, wrapper: str, where: str) -> 
     made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
     rows = slice(8 * replica, 8 * replica + 8)
     made.step(x[rows], target=y[rows])
+    made.eval(x[rows])
 
-    for _ in range(2):
+    def step(few: int) -> None:
+        made.step(x[rows][:few], target=y[rows][:few])
+
+    def evaluate(few: int) -> None:
+        made.eval(x[rows][:few])
+
+    for call in (step, step, evaluate, evaluate) if "fsdp" in wrapper else (step, step):
         start = time.monotonic()
         if where == "forward":
             modules[0].armed = replica == 1
             with pytest.raises((KeyError, RemoteStageError), match="only this replica's bug"):
-                made.step(x[rows], target=y[rows])
+                call(8)
             modules[0].armed = False
         else:  # the step is refused before it begins: more microbatches than rows
-            few = 3 if replica == 1 else 8
             with pytest.raises((InputError, RemoteStageError), match="4 microbatches"):
-                made.step(x[rows][:few], target=y[rows][:few])
+                call(3 if replica == 1 else 8)
         assert time.monotonic() - start < 10.0
+    made.eval(x[rows])
 
     for i in indices:
         wrapped[i].zero_grad()
@@ -480,7 +522,53 @@ def fault_in_one_replica(rank: int, schedule: str, wrapper: str, where: str) -> 
     ],
 )
 def test_a_fault_in_one_replica_reaches_the_others(schedule: str, wrapper: str, where: str) -> None:
+    # In evaluations of sharded stages replicas were not told, and lost their groups.
     run_on_ranks(4, fault_in_one_replica, schedule, wrapper, where)
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise MemoryError("no room for what is gathered")
+
+
+def second_fault(rank: int, call: str, where: str) -> None:
+    """One replica fails and cannot make its collectives either: the others must not wait."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    modules: list[nn.Module] = [Faulty(), Faulty()]
+    wrapped = wrap(modules[place], "fsdp", dp[place])
+    stage = PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])
+    made = Schedule1F1B([stage], 4, loss_fn=mse, timeout=60.0)
+    x = rand(8, 8)
+
+    def break_it(*_: object) -> None:
+        if modules[0].armed:
+            wrapped.unshard = wrapped.reshard = no_memory
+
+    if place == 0:
+        wrapped.register_forward_pre_hook(break_it)
+    made.step(x, target=x)
+    made.eval(x)
+    modules[0].armed = rank == 2
+    few = 3 if where == "inputs" and replica == 1 else 8
+    given = {"target": x[:few]} if call == "step" else {}
+    if where == "inputs":
+        break_it()
+
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"only this replica's bug|4 microbatches"):
+        getattr(made, call)(x[:few], **given)
+    assert time.monotonic() - start < 30.0
+    with pytest.raises(RemoteStageError, match=r"make the groups anew|make a new schedule"):
+        made.step(x, target=x)
+    assert time.monotonic() - start < 30.0
+
+
+@pytest.mark.parametrize("where", ["forward", "inputs"])
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_a_replica_that_fails_twice_wakes_the_others(call: str, where: str) -> None:
+    # The second failure was a note, and the others waited for the timeout.
+    run_on_ranks(4, second_fault, call, where)
 
 
 class Sized(nn.Module):

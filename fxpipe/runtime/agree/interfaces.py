@@ -203,6 +203,11 @@ class InterfaceProber:
                     return _run_parallel(stage, args, kwargs, ports or ())
                 return probe(stage.submod, args, dict(kwargs))
             except RuntimeError as error:
+                from fxpipe.graph.record.leaf_runs import DATA_DEPENDENT
+                from fxpipe.graph.source_line import failing_frame
+
+                if isinstance(error, DATA_DEPENDENT):
+                    raise _values_decide(stage.stage_index, failing_frame(error)) from error
                 meant = self._control.explain(error)
                 if meant is not error:
                     raise meant from error
@@ -215,8 +220,20 @@ class InterfaceProber:
                 ) from error
 
 
+def _values_decide(stage: int, place: object) -> InputError:
+    """Only sharded stages cannot run on made-up numbers instead: replicas would have to gather."""
+    where = f", at {place}," if place else ""
+    return InputError(
+        f"the values of tensors decide what sharded stage {stage} computes or what sizes it "
+        f"returns{where} but shapes must follow from shapes, as no values are there when the ranks "
+        "agree: use torch.where or a mask, or DistributedDataParallel instead of fully_shard"
+    )
+
+
 def _check_dense(stage: int, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
+        if not tensor.is_nested and any(type(size) is not int for size in tensor.shape):
+            raise _values_decide(stage, None)
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise InputError(

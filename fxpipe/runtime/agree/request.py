@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from fxpipe.errors import InputError, InputTypeError
 from fxpipe.microbatch import Microbatches, split_batch
+from fxpipe.program import Edges, Program, lower
+from fxpipe.program.generators import forward_only_on
+from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.stage.stage_kind import Front
 
-__all__ = ["Call", "Chunks", "Options", "split_call"]
+__all__ = ["Call", "Chunks", "Options", "lower_call", "split_call"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +145,30 @@ def split_call(call: Call, front: Front, options: Options, n: int) -> Chunks:
     named = [front.name_inputs(a, k) for a, k in zip(split.args, split.kwargs, strict=True)]
     args, kwargs = [a for a, _ in named], [k for _, k in named]
     return Chunks(args, kwargs, split.rows, split.check_unchanged)
+
+
+def lower_call(
+    program: Program,
+    options: Options,
+    edges: Edges | None = None,
+    *,
+    trains: bool,
+    reduces: bool,
+    shards: bool,
+    keep_input_backward: Sequence[int] = (),
+    streams: Streams | None = None,
+) -> Program:
+    """What the ranks run for a step or an evaluation."""
+    if not trains:
+        program = forward_only_on(program.placement, program.num_microbatches)
+    return lower(
+        program,
+        edges,
+        receives=options.receives,
+        keep_input_backward=keep_input_backward,
+        reduce_grad=reduces and trains,
+        max_unsharded=options.max_unsharded if shards else None,
+        offload=options.offload if trains else None,
+        unshard_lookahead=options.lookahead(program.num_ranks),
+        streams=streams,
+    )

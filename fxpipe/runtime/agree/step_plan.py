@@ -20,8 +20,7 @@ import torch
 
 from fxpipe.errors import InputError, ScheduleError
 from fxpipe.microbatch import split_target
-from fxpipe.program import Action, Edges, Kind, Program, lower, walk
-from fxpipe.program.generators import forward_only_on
+from fxpipe.program import Action, Edges, Kind, Program, walk
 from fxpipe.program.play.queues import Streams
 from fxpipe.runtime.agree.briefs import (
     Brief,
@@ -36,11 +35,11 @@ from fxpipe.runtime.agree.briefs import (
 )
 from fxpipe.runtime.agree.inputs import known_keywords, stage_inputs, tensors_of
 from fxpipe.runtime.agree.interfaces import InterfaceProber, Interfaces
-from fxpipe.runtime.agree.request import Call, Chunks, Options
+from fxpipe.runtime.agree.request import Call, Chunks, Options, lower_call
 from fxpipe.runtime.control.control import Control, agree
 from fxpipe.runtime.parameters import tied as ties
 from fxpipe.runtime.parameters.fsdp import gathered_dtypes
-from fxpipe.runtime.parameters.sync import NoSync, grad_sync, not_averaged
+from fxpipe.runtime.parameters.sync import GradSync, NoSync, grad_sync, not_averaged
 from fxpipe.runtime.stage.boundary import skeleton_of
 from fxpipe.runtime.stage.dtensors import is_parallel
 from fxpipe.runtime.stage.executor import Executor, Hooks
@@ -326,6 +325,9 @@ class PlanMaker:
             )
             for index, stage in self.stages.items()
         }
+        syncs: dict[int, GradSync] = {}  # the stages of several rounds have one module
+        for runner in runners.values():
+            runner.sync = syncs.setdefault(id(runner.module), runner.sync)
         wiring = {}
         for index, stage in self.stages.items():
             before, after = interfaces.skeletons.get(index - 1), interfaces.skeletons.get(index)
@@ -403,19 +405,14 @@ class PlanMaker:
         briefs: Sequence[Brief],
         training: bool,
     ) -> Program:
-        program = self.program
-        if not training:
-            program = forward_only_on(program.placement, self.n)
-        shards = any(brief.shards for brief in briefs)
-        return lower(
-            program,
+        return lower_call(
+            self.program,
+            self.options,
             edges,
-            receives=self.options.receives,
+            trains=training,
+            reduces=any(brief.reduces for brief in briefs) and self.call.finalizes,
+            shards=any(brief.shards for brief in briefs),
             keep_input_backward=[s for s, f in enumerate(facts) if f.inputs_with_grad],
-            reduce_grad=any(brief.reduces for brief in briefs) and training and self.call.finalizes,
-            max_unsharded=self.options.max_unsharded if shards and training else None,
-            offload=self.options.offload if training else None,
-            unshard_lookahead=self.options.lookahead(program.num_ranks),
             streams=self.streams,
         )
 

@@ -24,6 +24,7 @@ from fxpipe.errors import RemoteStageError
 from fxpipe.runtime.control.board import Board
 from fxpipe.runtime.control.meeting import connect_gloo, name_of, own_store
 from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.runtime.wire.transport import close_connections
 
 __all__ = ["BALLOTS", "REPLICA", "Ballot", "SilentReplicaError", "ballot_of"]
 
@@ -118,6 +119,11 @@ class Ballot:
         """Say why this one will vote that it has failed. The first words of a vote stay."""
         key = self._board.key(f"words/{self._number + 1}")
         self._ask(lambda store: store.compare_set(key, "", message))
+
+    def close(self, message: str) -> None:
+        """Say why this one will not vote again, and wake who waits for it."""
+        self.say(message)
+        close_connections(self._gloo)
 
     def said(self, *, has_voted: bool = True) -> str:
         """What was said about the latest vote, or about the one that comes next."""

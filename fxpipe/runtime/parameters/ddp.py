@@ -66,6 +66,7 @@ class DdpSync:
     """The stage is wrapped in DistributedDataParallel."""
 
     is_sharded = False
+    gathers_over: Sequence[dist.ProcessGroup] = ()
 
     def __init__(self, modules: Sequence[DistributedDataParallel]) -> None:
         self._modules = modules

@@ -40,11 +40,13 @@ class FsdpSync:
 
     def __init__(self, roots: Sequence[FSDPModule]) -> None:
         self._roots = roots
-        self.groups = [group for root in roots for group in _groups(root)]
+        self.groups = _groups(roots, "shard_process_group", "replicate_process_group")
+        self.gathers_over = _groups(roots, "shard_process_group")
         self.reduces = True
         self.trained = Trained(roots)  # type: ignore[arg-type]
         self._may_reduce: Callable[[], bool] = bool
         self._gathering: list[Any] = []
+        self._num_users = 0  # stages of this process that want them gathered: one, or one per round
         self._has_reduced = False
         # Of steps that did not reduce: unlike `.grad`, it is as large as the whole parameter.
         self._unreduced: dict[Any, torch.Tensor] = {}
@@ -59,6 +61,7 @@ class FsdpSync:
 
     def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
         self.reduces, self._has_reduced, self._may_reduce = reduces, False, may_reduce
+        self._num_users = 0
         for root in self._roots:
             prepare_sharded(root)  # a rank that fails before its first forward reduces, too
         self._resharding = [(g, g.post_forward_mesh_info) for g in self._shard_groups()]
@@ -86,6 +89,7 @@ class FsdpSync:
             root.set_reshard_after_backward(is_last)
 
     def unshard(self) -> None:
+        self._num_users += 1
         for root in self._roots:
             for module in _fsdp_modules(root):
                 self._gathering.append(module.unshard(async_op=True))
@@ -98,6 +102,9 @@ class FsdpSync:
                 self._gathering.pop().wait()
 
     def reshard(self) -> None:
+        self._num_users -= 1
+        if self._num_users > 0:
+            return
         self.ready()  # what is still on its way would be taken for the next step's
         for root in self._roots:
             for module in _fsdp_modules(root):
@@ -161,7 +168,7 @@ class FsdpSync:
                 total = self._total(one)
                 if total is not None:
                     put_gathered_gradient(one, total)
-        self._unreduced, self._used, self._bare = {}, [], []
+        self._unreduced, self._used, self._bare, self._num_users = {}, [], [], 0
         self._set(is_last=True)
 
 
@@ -191,12 +198,9 @@ def _is_fsdp(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.FSDPModule)
 
 
-def _groups(root: FSDPModule) -> list[dist.ProcessGroup]:
-    """The groups that the collectives of sharded modules use."""
-    found: list[dist.ProcessGroup] = []
-    for module in _fsdp_modules(root):
-        for group in shard_groups(module):
-            names = ("shard_process_group", "replicate_process_group")
-            both = [getattr(group.mesh_info, name, None) for name in names]
-            found += [one for one in both if one is not None]
-    return found
+def _groups(roots: Sequence[FSDPModule], *names: str) -> list[dist.ProcessGroup]:
+    """The groups that the collectives of sharded modules use, of these kinds."""
+    modules = [module for root in roots for module in _fsdp_modules(root)]
+    every = [group.mesh_info for module in modules for group in shard_groups(module)]
+    found = [getattr(info, name, None) for info in every for name in names]
+    return [one for one in found if one is not None]

@@ -1,7 +1,9 @@
 """Let the data-parallel replicas of a pipeline's stages go on together, or fail together.
 
 Replicas meet in collectives, which wait for everybody. So a replica that fails still does every
-collective that its program owes (see `executor.drain`), with whatever gradients it has. When a
+collective that its program owes (see `executor.drain`), with whatever gradients it has; one that
+cannot closes the groups, which wakes the others (`break_off`). An evaluation gathers shards and
+reduces nothing: only replicas that share parameters out take part, and vote alike. When a
 step begins, the replicas start to compare what they will reduce. They look at the outcome before
 the first reduction, when it has long arrived, and none reduces if it is not the same for all. Once
 a step, after all collectives have begun and before any result is used, the replicas vote: one
@@ -23,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import InputError, RemoteStageError
-from fxpipe.runtime.control.ballot import REPLICA, Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.control.ballot import BALLOTS, REPLICA, Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.control.dry_run import is_fake
 from fxpipe.runtime.parameters.ddp import Earlier
 from fxpipe.runtime.parameters.lost_groups import (
     Limit,
@@ -32,6 +35,7 @@ from fxpipe.runtime.parameters.lost_groups import (
     collective_of,
     explained,
     is_lost,
+    leave,
 )
 from fxpipe.runtime.parameters.sync import GradSync, divide_shared
 from fxpipe.runtime.wire.failure import Deadline
@@ -44,14 +48,20 @@ _GRACE = 2.0  # seconds for collectives that all replicas have begun
 class Replicas:
     """The replicas of the stages of this process, for one step."""
 
-    def __init__(self, syncs: Sequence[GradSync], seconds: float, *, reduces: bool) -> None:
-        self._syncs, self._reduces = syncs, reduces
+    def __init__(
+        self, syncs: Sequence[GradSync], seconds: float, *, trains: bool, reduces: bool
+    ) -> None:
+        # Stages of several rounds have one module.
+        every = {id(sync): sync for sync in syncs if trains or sync.is_sharded}
+        self._syncs = list(every.values())
+        self._trains, self._reduces = trains, trains and reduces
         self._begun = False
         self._deadline = Deadline(seconds)
         self._opened: dict[dist.ProcessGroup, Callable[[], bool]] = {}
         self._are_same: bool | None = None
         self._voted: list[dist.ProcessGroup] = []
-        groups = {id(group): group for sync in syncs for group in sync.groups if group.size() > 1}
+        found = [g for s in self._syncs for g in (s.groups if trains else s.gathers_over)]
+        groups = {id(group): group for group in found if group.size() > 1 and not is_fake(group)}
         self._groups = list(groups.values())
         self._limit = Limit(self._groups)
 
@@ -79,7 +89,7 @@ class Replicas:
 
     def _open(self, group: dist.ProcessGroup) -> None:
         """Begin to compare what this replica will reduce with the others."""
-        what = [(sync.trained.digest, sync.reduces) for sync in self._of(group)]
+        what = [(sync.trained.digest, sync.reduces) for sync in self._of(group) if self._trains]
         with asked(group):
             ballot = ballot_of(group, self._deadline)
             self._opened[group] = ballot.open(zlib.crc32(repr(what).encode()), self._deadline)
@@ -112,11 +122,15 @@ class Replicas:
             RemoteStageError: a replica has failed, or does not answer.
             InputError: the replicas would not reduce the same; none has reduced.
         """
-        flags = {id(sync): (sync.used(), sync.left()) for sync in self._syncs}
+        flags: dict[int, tuple[list[bool], list[bool]]] = {id(s): ([], []) for s in self._syncs}
+        if self._trains:
+            flags = {id(sync): (sync.used(), sync.left()) for sync in self._syncs}
         for group in self._groups:
             self._voted.append(group)
             with asked(group):
                 self._vote(group, ballot_of(group, self._deadline), flags)
+        if not self._trains:
+            return
         self._limit.set(max(self._deadline.left(), _GRACE), "the results of replicas did not come")
         for sync in self._syncs:
             sync.finish(*flags[id(sync)], self._wait)
@@ -145,10 +159,12 @@ class Replicas:
                 flags[id(sync)] = [next(rest) for _ in used], [next(rest) for _ in left]
 
     def _unlike(self, syncs: Sequence[GradSync], ballot: Ballot) -> InputError:
-        mine = "; ".join(
-            f"{'reduces' if sync.reduces else 'does not reduce'} the gradients of {sync.trained}"
-            for sync in syncs
-        )
+        mine = "evaluates"
+        if self._trains:
+            mine = "; ".join(
+                f"{'reduces' if one.reduces else 'does not reduce'} the gradients of {one.trained}"
+                for one in syncs
+            )
         said = ballot.compare(mine, self._deadline)
         shown = "\n".join(f"  replica {rank}: {words}" for rank, words in enumerate(said))
         return InputError(
@@ -185,7 +201,17 @@ class Replicas:
 
     def explained(self, error: BaseException) -> BaseException:
         """What an error in a stage means, where a sharded stage waits for its replicas itself."""
-        return explained(error, [g for s in self._syncs if s.is_sharded for g in s.groups])
+        found = explained(error, [g for s in self._syncs if s.is_sharded for g in s.groups])
+        if isinstance(found, SilentReplicaError):
+            for group in self._groups:
+                words = (
+                    BALLOTS[group].said(has_voted=group in self._voted) if group in BALLOTS else ""
+                )
+                if words:
+                    return RemoteStageError(f"{REPLICA} failed: {words}").with_traceback(
+                        found.__traceback__
+                    )
+        return found
 
     def give_up(self, message: str) -> None:
         """This replica has failed: vote so, where it has not voted, and do not wait."""
@@ -200,3 +226,11 @@ class Replicas:
                     ballot = ballot_of(group, self._deadline)
                     ballot.say(message)
                     ballot.cast([True, False], self._deadline)
+
+    def break_off(self, message: str) -> None:
+        """This replica makes no more collectives and votes: wake who waits for it, now or later."""
+        for group in self._groups:
+            if not is_lost(group):
+                with contextlib.suppress(SilentReplicaError):
+                    ballot_of(group, Deadline(_GRACE)).close(message)
+                leave(group, f"this replica has failed: {message}")

@@ -39,11 +39,15 @@ class GradSync(Protocol):
     def groups(self) -> Sequence[dist.ProcessGroup]:
         """All that the stage's collectives go over."""
 
+    @property
+    def gathers_over(self) -> Sequence[dist.ProcessGroup]:
+        """Those of them that an evaluation needs."""
+
     def held(self) -> list[nn.Parameter]:
         """The parameters with a gradient that another stage of this process may hold as well."""
 
     def begin(self, earlier: Earlier, *, reduces: bool, may_reduce: Callable[[], bool]) -> None:
-        """Before the first action of a training step.
+        """Before the first action of a step; one that trains, unless the stage is sharded.
 
         `earlier` are gradients of former steps that were put aside. Those that were never
         averaged are replaced there by their average. `may_reduce` is asked before the first
@@ -80,6 +84,7 @@ class NoSync:
     is_sharded = False
     reduces = True
     groups: Sequence[dist.ProcessGroup] = ()
+    gathers_over: Sequence[dist.ProcessGroup] = ()
     trained = Trained(())  # there is nobody to compare it with
 
     def __init__(self, module: nn.Module) -> None:

@@ -151,7 +151,9 @@ class Executor:
         Messages that are left, with empty tensors, and the collectives of replicas.
         """
         incoming = [value for value in self._slots if hasattr(value, "wait")]
-        for owed in self._owed[self._paid :]:
+        while self._paid < len(self._owed):
+            owed = self._owed[self._paid]
+            self._paid += 1
             if not isinstance(owed, Half):
                 owed()
                 continue

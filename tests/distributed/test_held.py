@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fxpipe import get_schedule_class
+from fxpipe import PipelineStage, get_schedule_class
 from fxpipe.program import (
     Action,
     Edges,
@@ -23,9 +24,13 @@ from fxpipe.program import (
 )
 from fxpipe.program.costs import StageCost
 from fxpipe.program.generators import SCHEDULES
+from fxpipe.runtime.parameters.fsdp import fsdp_roots
 from fxpipe.runtime.stage.executor import _proofs
+from fxpipe.torch_inside import shard_groups
+from tests.backends import nccl_like
 from tests.distributed.bodies import by_group_alone, layout, mse, rand, stages_of
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_data_parallel import wrap
 from tests.runtime.training import SCHEDULE_NAMES
 
 NUM_MICROBATCHES = 8
@@ -186,27 +191,78 @@ def test_the_simulator_keeps_what_waits_and_no_sent_value_that_was_read(schedule
 def check_held(rank: int, schedule: str) -> None:
     """So does a rank over communicators like NCCL's: the same values, at every computation."""
     indices, num_stages = layout(schedule, rank, 3)
-    stages = stages_of(_modules(num_stages, 8), indices)
-    made = get_schedule_class(schedule)(stages, NUM_MICROBATCHES, loss_fn=mse)
+    compare_held(rank, schedule, stages_of(_modules(num_stages, 8), indices))
+
+
+def compare_held(place: int, schedule: str, stages: list[PipelineStage]) -> None:
+    most = 2 if schedule == "DualPipeV" else 1  # stages that are gathered at once
+    made = get_schedule_class(schedule)(stages, NUM_MICROBATCHES, loss_fn=mse, max_unsharded=most)
     x = rand(2 * NUM_MICROBATCHES, 8)
     found: list[tuple[int, int]] = []
+    gathered: list[list[int]] = []
 
     def look(action: Action) -> None:
         plan: Any = made._session._running
         (transport,) = made._session._transports.values()
         waiting = sum(hasattr(value, "wait") for value in plan.executors[0]._slots)
         found.append((waiting, transport.held()))
+        gathered.append([stage.stage_index for stage in stages if is_gathered(stage.submod)])
 
     for kind in ("F", "B", "I", "W", "OVERLAP_F_B"):
         made.before(kind, look)
     made.step(x, target=x)
     plan: Any = made._session.plan
-    known = envelope(plan.program, Edges.chain(num_stages), rank)
+    known = envelope(plan.program, Edges.chain(plan.program.num_stages), place)
     for (received, sent), (waiting, most) in zip(found, known, strict=True):
         assert received == waiting
         assert sent <= most
+    assert gathered == gathered_by(plan.program, place)
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Whether the whole parameters of a sharded module are held, or on their way."""
+    groups: list[Any] = [group for root in fsdp_roots(module) for group in shard_groups(root)]
+    return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
+
+
+def gathered_by(program: Program, rank: int) -> list[list[int]]:
+    """The stages that the simulator holds gathered, at every computation."""
+    stages = program.placement.stages_of(rank)
+    costs = StageCosts(
+        tuple(
+            StageCost(parameters=float(2**s if s in stages else 0))
+            for s in range(program.num_stages)
+        ),
+    )
+    timeline = simulate(program, costs, streams="rank")
+    found = []
+    for span in sorted((s for s in timeline.spans if s.rank == rank), key=lambda s: s.start):
+        if span.action.kind.is_compute or span.action.parts:
+            curve = [(0.0, 0.0), *timeline.memory[rank]]
+            held = int([held for at, held in curve if at <= span.start][-1])
+            found.append([s for s in stages if held & 2**s])
+    return found
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_a_rank_keeps_what_the_simulator_says(schedule: str) -> None:
     run_on_ranks(3, check_held, schedule, backend="nccl_rank")
+
+
+def check_held_by_replicas(rank: int, schedule: str, wrapper: str) -> None:
+    """The same of two pipelines whose stages are wrapped, and the gathered stages."""
+    nccl_like.register()
+    pp = [dist.new_group(ranks, backend="nccl_rank") for ranks in ([0, 1], [2, 3])]
+    dp = [dist.new_group(ranks, backend="gloo") for ranks in ([0, 2], [1, 3])]
+    replica, place = rank // 2, rank % 2
+    indices, num_stages = layout(schedule, place, 2)
+    modules = _modules(num_stages, 8)
+    for i in indices:
+        modules[i] = wrap(modules[i], wrapper, dp[place])
+    compare_held(place, schedule, stages_of(modules, indices, pp[replica]))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_rank_of_replicas_keeps_what_the_simulator_says(schedule: str, wrapper: str) -> None:
+    run_on_ranks(4, check_held_by_replicas, schedule, wrapper)

@@ -144,11 +144,14 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether a module, by `torch.compile` or `Module.compile()`, runs as one block."""
+    """Say whether a module, or its `forward`, was compiled and runs as one block."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return True
-    return getattr(module, "_compiled_call_impl", None) is not None
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    forward = getattr(module, "forward", None)
+    return hasattr(forward, "_torchdynamo_inline")  # not where dynamo is kept out
 
 
 # Entry points that a trace replaces: the owner and the name.

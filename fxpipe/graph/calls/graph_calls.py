@@ -43,6 +43,7 @@ __all__ = [
     "TracedDtype",
     "Within",
     "after",
+    "blank",
     "cell_of",
     "child_of",
     "device_of",
@@ -182,6 +183,11 @@ class Refusal(GraphCall):
 def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
     """Return the value, or zeros if this mode does not compute it."""
     return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor without memory for code that reads its size."""
+    return torch.zeros((), dtype=dtype, device=device).expand(*shape)
 
 
 def like(value: torch.Tensor, module: nn.Module | None) -> torch.Tensor:

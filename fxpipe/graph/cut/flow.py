@@ -89,7 +89,8 @@ class Flow:
         # Model inputs that a stage is sent, rather than reading them from the user.
         self.lent: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
         # Arguments of repeated modules of which only size and dtype matter.
-        self.stand_ins: list[dict[fx.Node, fx.Node]] = [{} for _ in range(num_stages)]
+        # None stands for a blank tensor of that size.
+        self.stand_ins: list[dict[fx.Node, fx.Node | None]] = [{} for _ in range(num_stages)]
         self._reached: dict[int, tuple[dict[fx.Node, None], dict[fx.Node, None]]] = {}
         self._where_sizes: dict[str, list[tuple[fx.Node, int]]] = {}
         self._numbers: dict[str, fx.Node] = {}
@@ -114,7 +115,7 @@ class Flow:
         """Return the tensors of earlier stages that a stage reads, as nodes."""
         local, received = self._reach(stage)
         found = dict(received)
-        for name in sorted(self._missing_sizes(local, found)):
+        for name in sorted(self._missing_sizes(stage, local, found)):
             size = self._size_node(name, stage)
             if self.stage_of[size] == stage:
                 return self.needs(stage)  # the stage reads an input now
@@ -130,7 +131,9 @@ class Flow:
         """Return the model inputs that a stage's nodes read."""
         return {node for node in self.local(stage) if node.op == "placeholder"}
 
-    def repeat(self, stage: int, nodes: set[fx.Node], stand_ins: Mapping[fx.Node, fx.Node]) -> None:
+    def repeat(
+        self, stage: int, nodes: set[fx.Node], stand_ins: Mapping[fx.Node, fx.Node | None]
+    ) -> None:
         """Have a stage compute nodes that another stage computes too."""
         self.repeated[stage] |= nodes
         self.stand_ins[stage].update(stand_ins)
@@ -164,8 +167,16 @@ class Flow:
         if node in self.repeated[stage]:
             swap = self.stand_ins[stage]
             untouched = self.facts[node].untouched
-            sources = [swap.get(n, n) if n in untouched else n for n in sources]
+            shown = (swap.get(n, n) if n in untouched else n for n in sources)
+            return [n for n in shown if n is not None]
         return sources
+
+    def blanks(self, stage: int, node: fx.Node) -> list[fx.Node]:
+        """Return the values of which a node is shown a blank tensor of their size."""
+        if node not in self.repeated[stage]:
+            return []
+        swap, untouched = self.stand_ins[stage], self.facts[node].untouched
+        return [n for n in node.all_input_nodes if n in untouched and swap.get(n, n) is None]
 
     def lend(self, placeholder: fx.Node, stage: int) -> None:
         """Have the first stage that reads a model input send it to another."""
@@ -297,7 +308,9 @@ class Flow:
             elif isinstance(spec, sympy.Symbol) and spec.name not in self.traced.symbols:
                 self._numbers.setdefault(spec.name, node)
 
-    def _missing_sizes(self, local: Iterable[fx.Node], received: Iterable[fx.Node]) -> set[str]:
+    def _missing_sizes(
+        self, stage: int, local: Iterable[fx.Node], received: Iterable[fx.Node]
+    ) -> set[str]:
         """Return the sizes that a stage uses before it has a tensor to read them off."""
         local = set(local)
         known = {*received, *(node for node in local if node.op == "placeholder")}
@@ -306,6 +319,8 @@ class Flow:
         for node in self.traced.graph.nodes:
             if node in local:
                 used = set(symbols_in((node.args, node.kwargs)))
+                for blank in self.blanks(stage, node):
+                    used |= self.facts[blank].spec.symbols
                 missing |= used - have - self._numbers.keys()
                 have |= set(self._plain_sizes(node))
                 if self.facts[node].mode is not None:

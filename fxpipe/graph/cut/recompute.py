@@ -52,7 +52,7 @@ class _Chain:
 
     nodes: set[fx.Node]
     reads: set[fx.Node]
-    stand_ins: dict[fx.Node, fx.Node]
+    stand_ins: dict[fx.Node, fx.Node | None]
 
 
 def _is_worth_it(flow: Flow, node: fx.Node, stage: int, chain: _Chain) -> bool:
@@ -92,8 +92,8 @@ def _chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) -> _C
             for source in flow.sources(current):
                 if source in flow.facts[current].untouched:
                     stand_in = _stand_in(flow, current, source, received)
-                    if stand_in is not None:
-                        chain.stand_ins[source] = stand_in
+                    if stand_in:
+                        chain.stand_ins.update(stand_in)
                         continue
                 stack.append(source)
     return chain
@@ -114,9 +114,9 @@ def _mask_chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) 
             chain.reads.add(source)
         elif source in flow.facts[node].untouched:
             stand_in = _stand_in(flow, node, source, received)
-            if stand_in is None:
+            if not stand_in:
                 return None
-            chain.stand_ins[source] = stand_in
+            chain.stand_ins.update(stand_in)
         elif is_free(source, flow.facts):
             stack.extend(source.all_input_nodes)
         elif not isinstance(flow.facts[source].spec, TensorSpec):
@@ -126,26 +126,23 @@ def _mask_chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) 
 
 def _stand_in(
     flow: Flow, reader: fx.Node, node: fx.Node, received: list[fx.Node]
-) -> fx.Node | None:
-    """Return a received value to show a call that only looks at dtype, device and size.
+) -> dict[fx.Node, fx.Node | None]:
+    """Return what to show a call that only looks at dtype, device and size, under the node.
 
-    Only for values whose dtype is that of the parameters whatever autocast does, so
+    A received value, where the node's dtype is that of the parameters whatever autocast does, so
     that the stand-in can be given the right dtype when the stage runs. To a mask of
-    true and false the dtype is nothing, nor any size but those of rows and tokens.
+    true and false the dtype is nothing: None stands for a blank tensor of the node's size.
     """
+    spec: TensorSpec = flow.facts[node].spec
     is_mask = isinstance(reader.target, MaskCall) and not any(
         spec.dtype.is_floating_point for spec in flow.facts.tensors(reader)
     )
-    if not is_mask and not keeps_parameter_dtype(flow.traced.module, flow.facts, node):
-        return None
-    spec: TensorSpec = flow.facts[node].spec
-    wanted = (spec.shape[:2], None) if is_mask else (spec.shape, spec.dtype)
-    for other in received:
-        found = flow.facts[other].spec
-        shown = (found.shape[:2], None) if is_mask else (found.shape, found.dtype)
-        if found.requires_grad and shown == wanted:
-            return other
-    return None
+    if is_mask or keeps_parameter_dtype(flow.traced.module, flow.facts, node):
+        for other in received:
+            found = flow.facts[other].spec
+            if found.requires_grad and (found.shape, found.dtype) == (spec.shape, spec.dtype):
+                return {node: other}
+    return {node: None} if is_mask and spec.symbols <= flow.traced.hints.keys() else {}
 
 
 def _is_repeatable(flow: Flow, node: fx.Node) -> bool:

@@ -26,6 +26,7 @@ from fxpipe.graph.calls.graph_calls import (
     Rebuild,
     TracedDtype,
     Within,
+    blank,
     device_of,
     dtype_of,
     given,
@@ -131,16 +132,22 @@ class StageWriter:
             if source not in untouched or source not in swap:
                 return source
             if source not in self._shown:
-                args = (
-                    self._copies[swap[source]],
-                    self._module_with(self._known[source].spec.dtype),
-                )
-                self._shown[source] = self._graph.call_function(like, args)
+                self._shown[source] = self._stand_in(source, swap[source])
                 self._copies[self._shown[source]] = self._shown[source]
             return self._shown[source]
 
         args, kwargs = fx.map_arg(node.args, shown), fx.map_arg(node.kwargs, shown)
         return self.argument(args), self.argument(kwargs)
+
+    def _stand_in(self, source: fx.Node, received: fx.Node | None) -> fx.Node:
+        """Write what a call is shown that reads size, dtype and device of a value."""
+        spec: TensorSpec = self._known[source].spec
+        if received is None:
+            args = (self.argument(spec.shape), spec.dtype, self._stage_device())
+            return self._graph.call_function(blank, args)
+        return self._graph.call_function(
+            like, (self._copies[received], self._module_with(spec.dtype))
+        )
 
     def _module_with(self, dtype: torch.dtype) -> fx.Node | None:
         """Return a module of the stage whose floating parameters have a dtype."""

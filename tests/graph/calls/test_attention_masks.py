@@ -173,6 +173,42 @@ def test_each_stage_makes_a_mask_of_what_another_has_computed():
         torch.testing.assert_close(found, expected)
 
 
+class FewQueries(OwnPadding):
+    """As InstructBLIP's Q-Former: the mask is for a part of the rows, which no stage is sent."""
+
+    def forward(self, x):
+        given = self.padding(x)
+        mask = create_bidirectional_mask(
+            self.config, inputs_embeds=x[:, :3], attention_mask=given, encoder_hidden_states=x
+        )
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class CrossLayer(Layer):
+    def forward(self, x, mask):
+        heads, states = self.linear(x[:, :3])[:, None], x[:, None]
+        found = ATTENTION(heads, states, states, attn_mask=mask)[:, 0]
+        return torch.cat([x[:, :3] + found, x[:, 3:]], 1)
+
+
+def test_a_mask_of_a_size_that_nothing_in_the_stage_has_is_made_again():
+    model = FewQueries()
+    model.layers = nn.ModuleList(CrossLayer() for _ in range(3))
+
+    pipe = pipeline(model, (torch.randn(2, 5, 16),), split_spec={"layers.2": SplitPoint.BEGINNING})
+
+    for x in (torch.randn(2, 5, 16), torch.randn(3, 7, 16)):
+        with KernelCalls() as plain:
+            expected = model(x)
+        with KernelCalls() as ours:
+            found = pipe(x)
+        assert ours.calls == plain.calls
+        assert ours.calls[-1][0] is None
+        torch.testing.assert_close(found, expected)
+
+
 def test_transformers_is_left_as_it_was():
     from transformers.models.llama import modeling_llama
 

@@ -119,7 +119,7 @@ class Facts:
             node = node.next
         return node
 
-    def part(self, node: fx.Node, key: Any) -> fx.Node | None:
+    def part(self, node: fx.Node, key: object) -> fx.Node | None:
         """Return the node that takes one part of another node's value, if there is one."""
         for user in node.users:
             if self[user].is_part and user.args[0] is node and user.args[1:] == (key,):
@@ -168,6 +168,6 @@ def map_pairs(join: Callable[[object, object], object], left: object, right: obj
     return join(left, right)
 
 
-def _sequence(like: Any, parts: list[Any]) -> Any:
+def _sequence(like: Any, parts: list[object]) -> Any:
     # A named tuple takes its fields one by one.
     return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)

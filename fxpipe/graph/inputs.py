@@ -71,7 +71,7 @@ def name_call(
     Raises:
         InputError: lists every unknown, doubled and missing argument.
     """
-    named: dict[str, Any] = {}
+    named: dict[str, object] = {}
     faults: list[str] = []
     parameters = tuple(parameters)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
@@ -194,7 +194,7 @@ class InputSignature:
             )
         return values
 
-    def unmet(self, named: Mapping[str, Any]) -> list[sympy.Basic]:
+    def unmet(self, named: Mapping[str, object]) -> list[sympy.Basic]:
         """Return the conditions on sizes that do not hold for inputs."""
         values: dict[str, int] = {}
         unsolved: list[tuple[str, Dim, int]] = []
@@ -332,7 +332,7 @@ def _condition_faults(conditions: Iterable[sympy.Basic], values: dict[str, int])
     return faults
 
 
-def spec_inputs(named: Mapping[str, Any], spec: Any) -> dict[str, object]:
+def spec_inputs(named: Mapping[str, object], spec: Any) -> dict[str, object]:
     """Return inputs with each tensor replaced by its `TensorSpec`, as `spec` gives it.
 
     Constants are copied: the user may change a dict of options between two calls.

@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ def has_tensor(value: object, _depth: int = 0, _seen: set[int] | None = None) ->
         return False
     seen.add(id(value))
     if is_closure:
-        inner: Any = closed_over(value)
+        inner: Iterable[object] = closed_over(value)
     elif isinstance(value, dict):
         inner = value.values()
     elif isinstance(value, (tuple, list, collections.deque)):
@@ -266,7 +266,7 @@ def _closure(function: Any) -> Branch | None:
     return Branch(tuple(("cell", index) for index in range(len(children))), children, make, False)
 
 
-def _holds(function: Any, values: tuple[Any, ...], _depth: int = 0) -> bool:
+def _holds(function: object, values: tuple[Any, ...], _depth: int = 0) -> bool:
     """Say whether a function is among what it closes over, however deep."""
     if _depth > _DEEPEST:
         return True
@@ -281,7 +281,7 @@ def _holds(function: Any, values: tuple[Any, ...], _depth: int = 0) -> bool:
     return False
 
 
-def _items(keys: Any) -> tuple[Accessor, ...]:
+def _items(keys: Iterable[object]) -> tuple[Accessor, ...]:
     return tuple(("item", key) for key in keys)
 
 

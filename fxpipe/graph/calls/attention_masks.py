@@ -67,7 +67,7 @@ class MaskCall(GraphCall):
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[Callable[..., Any], bool]:
+    def _key(self) -> tuple[Callable[..., object], bool]:
         return self._function, self.is_flex
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -124,7 +124,7 @@ def _makes_mask(value: object) -> bool:
 
 def _watched(function: Callable[..., object], on_mask: OnMask) -> Callable[..., object]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         config = kwargs.get("config", args[0] if args else None)
         is_flex = getattr(config, "_attn_implementation", None) == "flex_attention"
         return on_mask(MaskCall(function, is_flex), args, kwargs)

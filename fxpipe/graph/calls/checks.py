@@ -149,7 +149,7 @@ class AgreedLeaf(AgreedSizes):
         super().__init__(place)
         self._shapes, self._dims = shapes, {name: dim for name, (_, dim) in sources.items()}
 
-    def __call__(self, output: object, inputs: Sequence[Any]) -> None:
+    def __call__(self, output: object, inputs: Sequence[torch.Tensor]) -> None:
         values = {
             name: int(tensor.shape[dim])
             for (name, dim), tensor in zip(self._dims.items(), inputs, strict=True)

@@ -180,7 +180,9 @@ class Refusal(GraphCall):
         raise TraceError(self.message)
 
 
-def or_zeros(value: Any, shape: tuple[int, ...], dtype: Any, device: Any) -> torch.Tensor:
+def or_zeros(
+    value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Return the value, or zeros if this mode does not compute it."""
     return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
 
@@ -306,11 +308,11 @@ class Observed(GraphCall):
         self._hook = hook
         self._module = weakref.ref(module)
 
-    def __call__(self, *values: Any) -> None:
+    def __call__(self, *values: object) -> None:
         if not has_no_values(values):
             self._hook(self._module(), *values)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return given, (None,)
 
 
@@ -339,7 +341,7 @@ class Kept(GraphCall):
         else:
             place[self._key] = value
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return given, (None,)
 
 

@@ -177,7 +177,7 @@ def watched_functions(functions: Collection[Found], on_call: OnCall) -> Iterator
 
 def _watched(function: Callable[..., object], on_call: OnCall) -> Callable[..., object]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return on_call(function, args, kwargs)
 
     return call

@@ -101,10 +101,10 @@ def let_look(traced: TracedGraph, theirs: fx.Graph, cast: Cast) -> None:
         check.target.known |= {cast[dtype] for dtype in check.target.known if dtype in cast}
 
 
-def cast_inputs(named: Mapping[str, Any], cast: Cast) -> Any:
+def cast_inputs(named: Mapping[str, object], cast: Cast) -> Any:
     """Return inputs like the given ones in other dtypes."""
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or leaf.dtype not in cast:
             return leaf
         made = torch.empty_like(leaf, dtype=cast[leaf.dtype])

@@ -27,7 +27,7 @@ from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature, name_call, parameters_of, spec_inputs
 from fxpipe.graph.markers import SplitPoint, listening
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.record.constant_values import watched_draws
 from fxpipe.graph.record.recorder import Trace
 from fxpipe.graph.record.tape import STAGE_DEVICE
@@ -51,7 +51,7 @@ class Task:
 
     module: nn.Module
     call: tuple[tuple[object, ...], dict[str, object]]
-    named: Mapping[str, Any]
+    named: Mapping[str, object]
     splits: Mapping[str, SplitPoint]
     places: Places
     runs: list[str] = dataclasses.field(default_factory=list)
@@ -256,7 +256,7 @@ def _devices(state: FakeState, named: Mapping[str, object]) -> frozenset[torch.d
     return frozenset(on_trace_device(tensor) for tensor in tensors)
 
 
-def _refill(module: nn.Module, call: tuple[Any, Any], fakes: Mapping[str, Any]) -> Any:
+def _refill(module: nn.Module, call: tuple[Args, Kwargs], fakes: Mapping[str, Any]) -> Any:
     """Return the call with fakes, found by position: one tensor may be given twice."""
     args, kwargs = call
     positions = tuple(range(len(args)))

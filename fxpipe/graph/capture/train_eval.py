@@ -125,7 +125,7 @@ class _Merge:
     def _joined(self, ours: object, theirs: object, node: fx.Node) -> Any:
         """Return an argument that is `ours` in training and `theirs` in evaluation."""
 
-        def one(ours: object, theirs: object) -> Any:
+        def one(ours: object, theirs: object) -> object:
             if isinstance(theirs, fx.Node):
                 mapped = self._counterpart[theirs]
                 return ours if mapped is ours else self._chosen(ours, mapped, node)
@@ -143,7 +143,7 @@ class _Merge:
         if pair in self._choices:
             return self._choices[pair]
         # Choose as soon as both are known: a cut may come before the first use.
-        place: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        place: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if pair is not None:
             last = self._facts.last_part(max(pair))
             # A part of one of them may be what is written now.

@@ -215,7 +215,7 @@ def _copied(call: Call) -> Call:
     """The call with clones of its tensors; one tensor given twice stays one."""
     memo: dict[int, torch.Tensor] = {}
 
-    def clone(leaf: object) -> Any:
+    def clone(leaf: object) -> object:
         if isinstance(leaf, torch.Generator):
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):

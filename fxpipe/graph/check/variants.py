@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -181,7 +180,7 @@ class _Inputs:
         specs = iter(self._specs)
         generator = torch.Generator().manual_seed(0)
 
-        def change(leaf: object) -> Any:
+        def change(leaf: object) -> object:
             spec = next(specs)
             if not isinstance(leaf, torch.Tensor):
                 return leaf

@@ -151,7 +151,7 @@ def _start() -> None:
     """Mark the end of the placeholders while a graph is written."""
 
 
-def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call(module: nn.Module, *args: object, **kwargs: object) -> object:
     """Call a module that is given as an argument."""
     return module(*args, **kwargs)
 

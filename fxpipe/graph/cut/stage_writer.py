@@ -224,7 +224,7 @@ class StageWriter:
             return built
         return self._graph.create_node("call_function", given, (built,), {})
 
-    def _built(self, spec: Any, owner: fx.Node | None) -> Any:
+    def _built(self, spec: object, owner: fx.Node | None) -> Any:
         if isinstance(spec, TensorSpec):
             assert owner is not None
             return self._copies[owner]
@@ -248,7 +248,7 @@ class StageWriter:
 
     # -- arguments
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> Any:
         """Return an argument with nodes, sizes and the device of this stage."""
         return map_arguments(self._leaf, value)
 

@@ -53,7 +53,7 @@ class Reads:
         self,
         module: nn.Module,
         is_opened: Callable[[], bool],
-        on_read: Callable[[Any, str], None] = lambda holder, name: None,
+        on_read: Callable[[object, str], None] = lambda holder, name: None,
     ) -> None:
         self._on_read = on_read
         self.names = {id(part): name for name, part in module.named_modules()}
@@ -83,7 +83,7 @@ class Reads:
             self._stack.enter_context(patched(environ, "__getitem__", watched))
             yield
 
-    def note(self, holder: Any, name: str) -> None:
+    def note(self, holder: object, name: str) -> None:
         """Take note of a read."""
         if name in _MACHINERY or name.startswith("__") or not self._is_opened():
             return
@@ -113,7 +113,7 @@ class Reads:
                 )
                 self._watch(type(part))
 
-    def _computed(self, holder: Any, name: str) -> None:
+    def _computed(self, holder: object, name: str) -> None:
         """Take note of what a `__getattr__` of the user's returns."""
         made = getattr(type(holder), "__getattr__", None)
         if made is None or made is nn.Module.__getattr__:
@@ -121,16 +121,17 @@ class Reads:
         with suppress(Exception):
             value = getattr(holder, name)
             if is_atom(value):
-                found = weakref.ref(holder) if isinstance(holder, nn.Module) else lambda: holder
+                is_module = isinstance(holder, nn.Module)
+                found: Callable[[], object] = weakref.ref(holder) if is_module else lambda: holder
                 text = f"{self.names.get(id(holder), '')}.{name}".strip(".")
 
-                def ask() -> Any:
+                def ask() -> object:
                     held = found()
                     return value if held is None else getattr(held, name)
 
                 self.asked.setdefault((id(holder), name), Asked(text, ask, value, user_frame()))
 
-    def note_code(self, frame: Any) -> None:
+    def note_code(self, frame: types.FrameType | None) -> None:
         """Take note of what the user's code that is running can read, up to the module's call."""
         while frame is not None and is_ours(frame.f_code.co_filename):
             frame = frame.f_back
@@ -143,7 +144,7 @@ class Reads:
         """Take note of what the forward of an opened module can read."""
         self._free.note(module.forward)
 
-    def _watch_global(self, value: Any, name: str) -> None:
+    def _watch_global(self, value: object, name: str) -> None:
         if _is_object(value) and id(value) not in self.names:
             self.names[id(value)] = name
             self._far.add(id(value))
@@ -166,7 +167,7 @@ class Reads:
                     for key in [key for key in read.value if key not in read.inside[0]]:
                         del read.value[key]
 
-    def carried(self) -> Iterator[tuple[Read, Any]]:
+    def carried(self) -> Iterator[tuple[Read, object]]:
         """Yield what the code read and then changed, with the new value.
 
         Not tensors that another tensor replaces: those are buffers, or refused elsewhere.
@@ -189,20 +190,20 @@ class Reads:
         original = owner.__getattribute__
         reads = self
 
-        def read(self: Any, name: str) -> Any:
+        def read(self: object, name: str) -> object:
             reads.note(self, name)
             return original(self, name)
 
         with suppress(TypeError):  # a class of C code
             self._stack.enter_context(patched(kind, "__getattribute__", read))
 
-    def _setting(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        usual: dict[tuple[Any, ...], Any] = {}
+    def _setting(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
+        usual: dict[tuple[object, ...], object] = {}
         for args in ((), *((kind,) for kind in device_kinds())):
             with suppress(TypeError):
                 usual[args] = original(*args)
 
-        def ask(*args: Any) -> Any:
+        def ask(*args: object) -> object:
             value = original(*args)
             # What the code has set for itself is not of the world.
             is_worlds = args in usual and usual[args] == value
@@ -215,8 +216,8 @@ class Reads:
 
         return ask
 
-    def _environment(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(environ: Any, name: str) -> Any:
+    def _environment(self, original: Callable[..., object]) -> Callable[..., object]:
+        def read(environ: object, name: str) -> object:
             key = ("environment", name)
             if environ is os.environ and self._is_opened() and key not in self.asked:
                 value = None
@@ -229,14 +230,14 @@ class Reads:
         return read
 
 
-def _inside(value: Any) -> Any:
+def _inside(value: object) -> object:
     """Describe what is in a container or an object; None for anything else."""
     if type(value) in (list, dict, set) or _is_object(value):
         return contents(value)
     return None
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     """Say whether a value is an object of a class of the user's, whose reads can be seen."""
     kind = type(value)
     return (
@@ -261,12 +262,12 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 class FreeReads:
     """What the functions that ran can read."""
 
-    def __init__(self, on_object: Callable[[Any, str], None]) -> None:
-        self.asked: dict[Any, Asked] = {}
+    def __init__(self, on_object: Callable[[object, str], None]) -> None:
+        self.asked: dict[object, Asked] = {}
         self._on_object = on_object
-        self._seen: dict[int, Any] = {}  # by identity: equal code may have other globals
+        self._seen: dict[int, object] = {}  # by identity: equal code may have other globals
 
-    def note(self, value: Any) -> None:
+    def note(self, value: object) -> None:
         """Look at the functions behind a callable, a property or a method."""
         for function in _functions(value):
             if id(function) in self._seen:
@@ -285,7 +286,7 @@ class FreeReads:
                     self._container(mention.name, ask, id(cell), mention.place)
             self.note_code(code, function.__globals__)
 
-    def note_code(self, code: types.CodeType, names: dict[str, Any]) -> None:
+    def note_code(self, code: types.CodeType, names: dict[str, object]) -> None:
         """Look at code that runs with these globals."""
         is_known = id(code) in self._seen or len(self._seen) >= _MOST_CODE
         if is_known or not _is_models(code.co_filename):
@@ -295,20 +296,22 @@ class FreeReads:
             if mention.name in names:
                 self._mention(names, mention)
 
-    def _mention(self, names: dict[str, Any], mention: _Mention) -> None:
+    def _mention(self, names: dict[str, object], mention: _Mention) -> None:
         value, text = names[mention.name], mention.name
         key = (id(names), mention.name)
         if mention.attribute and _is_users_own(value):
             text = f"{mention.name}.{mention.attribute}"
             key = (id(value), mention.attribute)
-            ask: Callable[[], Any] = functools.partial(getattr, value, mention.attribute, _NOTHING)
+            ask: Callable[[], object] = functools.partial(
+                getattr, value, mention.attribute, _NOTHING
+            )
         else:
             ask = functools.partial(names.get, mention.name, _NOTHING)
         self._value(text, ask, key, mention.place)
         if mention.attribute not in _CHANGES:
             self._container(text, ask, key, mention.place)
 
-    def _value(self, text: str, ask: Callable[[], Any], key: Any, place: Place) -> None:
+    def _value(self, text: str, ask: Callable[[], object], key: object, place: Place) -> None:
         try:
             value = ask()
         except ValueError:  # a cell that is not yet filled
@@ -323,7 +326,7 @@ class FreeReads:
         else:
             self._on_object(value, text)
 
-    def _container(self, text: str, ask: Callable[[], Any], key: Any, place: Place) -> None:
+    def _container(self, text: str, ask: Callable[[], Any], key: object, place: Place) -> None:
         value = ask()
         if type(value) not in (list, dict, set) or not 0 < len(value) <= _LARGEST:
             return
@@ -331,7 +334,7 @@ class FreeReads:
             self.asked.setdefault(key, Asked(text, ask, value.copy(), place))
 
 
-def _context(variable: contextvars.ContextVar[Any]) -> Any:
+def _context(variable: contextvars.ContextVar[object]) -> object:
     try:
         return variable.get()
     except LookupError:
@@ -365,7 +368,7 @@ def _all_mentions(code: types.CodeType) -> Iterator[_Mention]:
             yield from _all_mentions(constant)
 
 
-def _functions(value: Any) -> Iterator[types.FunctionType]:
+def _functions(value: object) -> Iterator[types.FunctionType]:
     """Yield the user's functions behind a callable, the wrapped ones too."""
     if isinstance(value, (types.MethodType, staticmethod, classmethod)):
         value = value.__func__
@@ -387,7 +390,7 @@ def _is_models(file: str) -> bool:
     return is_users(file) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
-def _is_users_own(value: Any) -> bool:
+def _is_users_own(value: object) -> bool:
     """Say whether a global is a class or a file of the user's, of which code takes a part."""
     if isinstance(value, types.ModuleType):
         return _is_models(getattr(value, "__file__", None) or "<")

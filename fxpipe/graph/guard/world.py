@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,10 +49,10 @@ PLACES = (PARAMETERS, BUFFERS, MODULES)
 class Read:
     """The first read of an attribute: where it was found, its value, and what was inside."""
 
-    holder: Any
+    holder: object
     name: str
     home: str  # one of PLACES, "__dict__", "class" or "" for an attribute that is missing
-    value: Any
+    value: object
     inside: Any
     place: Place
 
@@ -61,11 +61,11 @@ class Asked(NamedTuple):
     """Something outside the model: what it was, how to ask for it again, and who reads it."""
 
     text: str
-    ask: Callable[[], Any]
-    value: Any
+    ask: Callable[[], object]
+    value: object
     place: Place
 
-    def now(self) -> Any:
+    def now(self) -> object:
         """Return what it is now; an object of ours where it is gone."""
         try:
             return self.ask()
@@ -80,7 +80,7 @@ class Asked(NamedTuple):
             return False
 
 
-def find(holder: Any, name: str) -> tuple[str, Any]:
+def find(holder: object, name: str) -> tuple[str, Any]:
     """Return where an attribute is and its value, without running any code of the class."""
     attributes = own_attributes(holder)
     if name in attributes:
@@ -96,7 +96,7 @@ def find(holder: Any, name: str) -> tuple[str, Any]:
     return "", MISSING
 
 
-def own_attributes(holder: Any) -> dict[str, Any]:
+def own_attributes(holder: object) -> dict[str, Any]:
     """Return an object's own attributes."""
     try:
         found: dict[str, Any] = object.__getattribute__(holder, "__dict__")
@@ -112,7 +112,7 @@ class _Attributes:
     holder: Callable[[], object]
     home: str
     names: tuple[str, ...]
-    get: Callable[[Any], Any]
+    get: Callable[[Any], object]
     values: tuple[object, ...]
 
     def is_same(self) -> bool:
@@ -134,7 +134,7 @@ class _Identity:
     home: str
     name: str
     value: Callable[[], object]
-    shape: Any = None
+    shape: object = None
 
     def is_same(self) -> bool:
         holder = self.holder()
@@ -303,7 +303,9 @@ class World:
         for part in inside:
             self._contents(part, text, place, depth + 1)
 
-    def _some_contents(self, live: dict[Any, Any], inside: Any, text: str, place: Place) -> None:
+    def _some_contents(
+        self, live: dict[object, object], inside: Any, text: str, place: Place
+    ) -> None:
         """Compare the entries of a dict that code found as they were before the run."""
         for key, part in zip(*inside, strict=False):
             if key in live and id(live[key]) == part and is_atom(live[key]):
@@ -341,7 +343,7 @@ class _Ids(list[object]):
     """The keys of a container and the identities of what is in it."""
 
 
-def _ids(value: Any) -> _Ids:
+def _ids(value: Iterable[object]) -> _Ids:
     if isinstance(value, dict):
         return _Ids([*value, *map(id, value.values())])
     return _Ids(map(id, value))

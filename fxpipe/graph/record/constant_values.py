@@ -99,7 +99,7 @@ class Decisions:
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
 
-    def note(self, func: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
+    def note(self, func: Any, args: Args, kwargs: Kwargs, output: object) -> None:
         """Remember how a tensor was made, if from nothing but constants and draws."""
         if not isinstance(output, torch.Tensor) or any(output is arg for arg in args):
             for leaf in (output, *args):
@@ -152,7 +152,7 @@ class Decisions:
             found |= self.numbers(self._made[source].tensor)
         return found
 
-    def _compute(self, tensor: torch.Tensor, end: float | None) -> Any:
+    def _compute(self, tensor: torch.Tensor, end: float | None) -> torch.Tensor:
         """Return a tensor's value, with all uniform draws at one end of their range."""
         needed: set[int] = set()
         stack = [id(tensor)]
@@ -161,9 +161,9 @@ class Decisions:
             if current not in needed:
                 needed.add(current)
                 stack.extend(self._made[current].sources)
-        done: dict[int, object] = {}
+        done: dict[int, torch.Tensor] = {}
 
-        def real(leaf: Any) -> Any:
+        def real(leaf: object) -> object:
             return done[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
 
         for current, made in self._made.items():  # in the order they were made
@@ -207,10 +207,10 @@ class Draw(float):
     __hash__ = float.__hash__
 
 
-def _comparing(name: str) -> Callable[[Draw, Any], Any]:
+def _comparing(name: str) -> Callable[[Draw, object], object]:
     compare: Callable[[object, object], object] = getattr(operator, name)
 
-    def method(self: Draw, other: Any) -> Any:
+    def method(self: Draw, other: object) -> object:
         answers = [compare(end, other) for end in (self.low, float(self), self.high)]
         if len(set(answers)) > 1:
             self.report()
@@ -219,10 +219,10 @@ def _comparing(name: str) -> Callable[[Draw, Any], Any]:
     return method
 
 
-def _using(name: str) -> Callable[..., Any]:
-    plain: Callable[..., Any] = getattr(float, name)
+def _using(name: str) -> Callable[..., object]:
+    plain: Callable[..., object] = getattr(float, name)
 
-    def method(self: Draw, *others: Any) -> Any:
+    def method(self: Draw, *others: object) -> object:
         self.report()
         return plain(self, *others)
 
@@ -279,7 +279,7 @@ def watched_draws(
     """Have the plain functions for numbers return a `Draw` to opened code, until exit."""
 
     def watched(original: Callable[..., object]) -> Callable[..., object]:
-        def draw(*args: Any, **kwargs: Any) -> Any:
+        def draw(*args: Any, **kwargs: object) -> object:
             if not is_opened() or kwargs:
                 return original(*args, **kwargs)
             if not args:
@@ -294,16 +294,16 @@ def watched_draws(
     attributes = [value for part in module.modules() for value in vars(part).values()]
     kept = {id(value) for value in attributes if isinstance(value, random.Random)}
 
-    def own(original: Callable[..., Any]) -> Callable[..., Any]:
-        def draw(self: Any, *args: Any) -> Any:
+    def own(original: Callable[..., object]) -> Callable[..., object]:
+        def draw(self: object, *args: object) -> object:
             if id(self) in kept and is_opened():
                 report()
             return original(self, *args)
 
         return draw
 
-    def seeding(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def seed(*args: Any, **kwargs: Any) -> Any:
+    def seeding(original: Callable[..., object], name: str) -> Callable[..., object]:
+        def seed(*args: object, **kwargs: object) -> object:
             if is_opened() and is_users(sys._getframe(1).f_code.co_filename):
                 refuse(an_effect(name, user_frame()))
             return original(*args, **kwargs)

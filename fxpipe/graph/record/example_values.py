@@ -54,8 +54,8 @@ class ExampleValues:
         mode: FakeTensorMode,
         state: FakeState,
         tape: Tape,
-        inputs: Mapping[str, Any],
-        fakes: Mapping[str, Any],
+        inputs: Mapping[str, object],
+        fakes: Mapping[str, object],
     ) -> None:
         self._module = module
         self._mode = mode
@@ -92,7 +92,7 @@ class ExampleValues:
         found = {self._env.replace(row): None for row in self._rows.values()}
         return [row for row in found if isinstance(row, sympy.Symbol)]
 
-    def result(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def result(self, func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Return what a function says about the example, numbers in terms of sizes.
 
         If it depends on the number of rows in no simple way, that number is fixed.
@@ -143,7 +143,7 @@ class ExampleValues:
                 self.fix_rows()
         remaining = iter(shapes)
 
-        def fake(leaf: Any) -> Any:
+        def fake(leaf: object) -> object:
             return another(leaf, next(remaining)) if isinstance(leaf, torch.Tensor) else leaf
 
         with self._mode:
@@ -217,7 +217,7 @@ class ExampleValues:
         leaves = iter(zip(*([leaf for _, leaf in walk(one)] for one in found), strict=True))
         return map_leaves(lambda _: self._formula(next(leaves)), found[0])
 
-    def _formula(self, values: Sequence[Any]) -> Any:
+    def _formula(self, values: Sequence[int]) -> Any:
         first = values[0]
         if all(type(value) is type(first) and value == first for value in values):
             return first
@@ -259,12 +259,12 @@ class ExampleValues:
             real_args, real_kwargs = self._real((args, kwargs), scale, made_up)
             return func(*real_args, **real_kwargs)
 
-    def _real(self, value: Any, scale: int, made_up: bool | None) -> Any:
+    def _real(self, value: object, scale: int, made_up: bool | None) -> Any:
         """Return arguments with values; `made_up` says with which where they have none."""
         values = self._sizes_at(scale)
-        done: dict[fx.Node, Any] = {}
+        done: dict[fx.Node, object] = {}
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: object) -> object:
             if isinstance(leaf, SYMBOLIC):
                 return _number_at(self._env.replace(leaf.node.expr), values)
             if not isinstance(leaf, FakeTensor):
@@ -311,7 +311,7 @@ class ExampleValues:
                 stack.extend(set(node.all_input_nodes) - _sizes_only(node))
         return needed
 
-    def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, Any]) -> Any:
+    def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, object]) -> object:
         """Compute one node, and in the order of the graph what it depends on."""
         needed = self._needed(wanted, done)
         with torch.no_grad():
@@ -328,7 +328,7 @@ class ExampleValues:
         if self._tape.facts[node].draws or any(True for _ in part.parameters()):
             raise NoValueError
 
-    def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, Any]) -> Any:
+    def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, object]) -> Any:
         if node.op == "placeholder":
             return self._input(str(node.target), scale)
         if node.op == "get_attr":
@@ -347,7 +347,7 @@ class ExampleValues:
         target: Any = node.target.whole if isinstance(node.target, MaskCall) else node.target
         return target(*args, **kwargs)
 
-    def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> Any:
+    def _blank(self, node: fx.Node, values: Mapping[sympy.Symbol, int]) -> object:
         """Return a tensor of a node's size, for code that does not look at its values."""
         fake = self._tape.values.get(node)
         if not isinstance(fake, torch.Tensor):
@@ -355,7 +355,7 @@ class ExampleValues:
         shape = [_number_at(self._expr(size), values) for size in fake.shape]
         return torch.zeros(shape, dtype=fake.dtype)
 
-    def _input(self, name: str, scale: int) -> Any:
+    def _input(self, name: str, scale: int) -> object:
         copies = scale * self._repeat
 
         def repeated(leaf: object) -> object:
@@ -369,9 +369,9 @@ class ExampleValues:
         return map_leaves(repeated, self._inputs[name])
 
     def _arguments(
-        self, args: Any, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, Any]
+        self, args: Any, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, object]
     ) -> Any:
-        def one(leaf: Any) -> Any:
+        def one(leaf: object) -> object:
             if isinstance(leaf, fx.Node):
                 return done[leaf]
             if isinstance(leaf, sympy.Basic):
@@ -383,7 +383,7 @@ class ExampleValues:
         return map_arguments(one, args)
 
 
-def has_unbacked(output: Any, env: Any) -> bool:
+def has_unbacked(output: object, env: Any) -> bool:
     """Say whether a size in a nested value comes from data."""
     sizes: Iterable[Any] = (
         size
@@ -432,7 +432,7 @@ def _is_count(args: Any) -> bool:
     return is_tensor and args[0].dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def _described(output: Any) -> list[Any]:
+def _described(output: object) -> list[object]:
     return [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for _, leaf in walk(output)]
 
 

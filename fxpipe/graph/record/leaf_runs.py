@@ -227,7 +227,7 @@ class LeafRuns:
             if isinstance(leaf, torch.Tensor)
         ]
 
-    def _run_as_is(self, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> LeafOutcome:
+    def _run_as_is(self, call: Callable[..., object], args: Args, kwargs: Kwargs) -> LeafOutcome:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
         self._touched = set()
@@ -349,7 +349,7 @@ class Handed:
             self._tape.object_changed(part, holder, node)
 
 
-def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> Any:
+def _with_holder(value: Any, argument: Any, part: Any, holder: fx.Node) -> object:
     """Return a graph argument in which one list or dict of the value is a node of its own."""
     if value is part:
         return holder

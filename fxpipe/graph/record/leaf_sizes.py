@@ -63,7 +63,7 @@ class StandIns:
             return None
         memo: dict[int, object] = {}
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: Any) -> object:
             if not _has_symbols(leaf):
                 return leaf
             if id(leaf) not in memo:
@@ -105,7 +105,7 @@ class StandIns:
         self,
         output: object,
         met: Sequence[sympy.Basic],
-        inputs: object,
+        inputs: tuple[Args, Kwargs],
         used: Collection[int],
         run: RunAt,
     ) -> tuple[object, OwnSizes | None]:
@@ -145,7 +145,11 @@ class StandIns:
             return sympy.nan
 
     def _ran(
-        self, output: object, symbols: Collection[sympy.Symbol], inputs: Any, run: RunAt
+        self,
+        output: object,
+        symbols: Collection[sympy.Symbol],
+        inputs: tuple[Args, Kwargs],
+        run: RunAt,
     ) -> list[tuple[Values, Shapes]]:
         """Run the leaf with one size changed at a time; return where it runs, and its sizes."""
         env = self._sizes.env
@@ -224,13 +228,13 @@ class StandIns:
         """Return an output with sizes of the model in place of stand-ins."""
         env, remaining = self._sizes.env, iter(shapes)
 
-        def size(expr: sympy.Basic) -> Any:
+        def size(expr: sympy.Basic) -> object:
             model = env.replace(expr.xreplace(self._model)) if not isinstance(expr, int) else expr
             if isinstance(model, int) or not model.free_symbols:
                 return int(model)
             return env.create_symintnode(model, hint=int(self._at(model, {})))
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: Any) -> object:
             shape = [size(expr) for expr in next(remaining)]
             if isinstance(leaf, torch.SymInt):
                 return shape[0]

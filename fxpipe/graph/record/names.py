@@ -85,7 +85,7 @@ class Surroundings:
         elif self._autocast:
             self._autocast.pop()
 
-    def checkpoint(self, options: dict[str, Any], entering: bool) -> None:
+    def checkpoint(self, options: Mapping[str, object], entering: bool) -> None:
         """Follow a `checkpoint()`."""
         if entering:
             self._regions.append(Region(options))

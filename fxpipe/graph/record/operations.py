@@ -74,11 +74,11 @@ class Writer:
         self.hooked: set[str] = set()  # leaves with hooks of users
         self._refused: set[str] = set()
 
-    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+    def call(self, target: Callable[..., object], *args: object) -> fx.Node:
         """Write the call of a function."""
         return self.tape.write("call_function", target, args, {})
 
-    def argument(self, value: Any) -> Any:
+    def argument(self, value: object) -> Any:
         """Return a value as a graph argument."""
         with self.explained():
             return self.tape.argument(value)
@@ -175,10 +175,10 @@ class Operations:
         self._decisions.note(func, args, kwargs, output)
         return output
 
-    def _split(self, tensor: torch.Tensor, sizes: Any, dim: int) -> Any:
+    def _split(self, tensor: torch.Tensor, sizes: object, dim: int) -> Any:
         return self.call(torch.split, (tensor, sizes, dim), {})
 
-    def _stacked(self, values: Any) -> Any:
+    def _stacked(self, values: object) -> Any:
         return stacked(values) if self._running.leaves else self.run(stacked, (values,), {})
 
     def run(self, func: Any, args: Any, kwargs: Any, *, real: bool = False) -> Any:
@@ -247,7 +247,7 @@ class Operations:
         return found
 
     def _run_or_follow(
-        self, func: object, args: Args, kwargs: Kwargs, real: bool
+        self, func: Callable[..., object], args: Args, kwargs: Kwargs, real: bool
     ) -> tuple[object, bool]:
         """Run a function; if values matter to it, return what it does for the example.
 
@@ -285,7 +285,7 @@ class Operations:
         with self._running.unseen():
             return self._leaves.example.sizes(func, args, kwargs)
 
-    def _hook(self, tensor: torch.Tensor, hook: Any) -> None:
+    def _hook(self, tensor: torch.Tensor, hook: Callable[..., object]) -> None:
         """Write that a tensor gets a hook, right behind what made it."""
         with self._writer.explained():
             node = self._tape.node_of(tensor)
@@ -294,7 +294,9 @@ class Operations:
         with self._tape.graph.inserting_after(self._tape.facts.last_part(node)):
             self._tape.write("call_function", Hooked(hook), (node,), {})
 
-    def run_unseen(self, func: Any, args: Args, kwargs: Kwargs, real: bool) -> Any:
+    def run_unseen(
+        self, func: Callable[..., object], args: Args, kwargs: Kwargs, real: bool
+    ) -> object:
         """Return what a function returns, without writing it down."""
         with self._running.unseen():
             return run_operation(
@@ -303,7 +305,7 @@ class Operations:
 
     # -- what code asks of tensors beside their values
 
-    def flag_read(self, func: Any, args: Any, output: bool) -> None:
+    def flag_read(self, func: object, args: Any, output: bool) -> None:
         """Note that opened code asks whether a tensor requires a gradient."""
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name != "requires_grad" or not self._running.is_opened():

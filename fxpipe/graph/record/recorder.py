@@ -91,7 +91,9 @@ class Trace(TorchFunctionMode, Seer):
 
     # -- what torch and the model tell us
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not (self._running.is_busy or is_metadata(func)):
             return self.operations.call(func, args, kwargs)
@@ -211,7 +213,7 @@ class Trace(TorchFunctionMode, Seer):
         """Have opened code see the values that the example inputs have."""
         self._leaves.example = self._inputs
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: object) -> None:
         """Write the model's output, the last node."""
         self.writer.check_chance()
         faults, self.carried = self._watch.finish(self.reads, self.tape)

@@ -398,7 +398,7 @@ class Tape:
         is_view = held.base is not None
         self._storages.append((held.node, held.path, _storage(held.tensor), is_view))
 
-    def finish(self, output: Any) -> None:
+    def finish(self, output: object) -> None:
         """Write the last node."""
         self.graph.output(self.argument(output))
         self.settle_constants()

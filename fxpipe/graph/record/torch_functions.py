@@ -150,7 +150,7 @@ def clamped_slices(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     parts = index if type(index) is tuple else (index,)
     if not any(_has_number(part) for part in parts if isinstance(part, slice)):
         return args
-    made: list[Any] = []
+    made: list[object] = []
     dim = 0
     for place, part in enumerate(parts):
         if part is Ellipsis:
@@ -212,7 +212,7 @@ def _stacked(data: object) -> torch.Tensor:
 _FIXING = ("pad", "interpolate", "upsample", "fold", "stft", "fft")
 
 
-def run_following(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> object:
+def run_following(func: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
     """Return what a function returns."""
     func = _FOLLOWING.get(func, func)
     if kwargs.get("generator", func) is None:  # with one, torch takes numbers only

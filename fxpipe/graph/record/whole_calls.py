@@ -61,7 +61,7 @@ class WholeCalls:
         self._operations = operations
         self._inputs = inputs
 
-    def mask(self, call: MaskCall, args: Args, kwargs: Kwargs) -> Any:
+    def mask(self, call: MaskCall, args: Args, kwargs: Kwargs) -> object:
         """Write the making of an attention mask as one node, if there is a mask."""
         if not self._running.is_opened():
             return call(*args, **kwargs)
@@ -80,7 +80,7 @@ class WholeCalls:
         self._tape.adopt(node, output, tensors)
         return output
 
-    def value_function(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def value_function(self, function: Callable[..., object], args: Args, kwargs: Kwargs) -> object:
         """Write a function of whole numbers as one node, if it is one."""
         if not self._running.is_opened():
             return function(*args, **kwargs)
@@ -119,7 +119,7 @@ class WholeCalls:
         self._operations.has_lists = True
         return Numbers(tensor, make)
 
-    def hook(self, hook: Callable[..., Any], module: nn.Module, values: tuple[Any, ...]) -> Any:
+    def hook(self, hook: Callable[..., object], module: nn.Module, values: Args) -> object:
         """Run a user's hook; one that only looks is a node, and looks again in the stage.
 
         In a leaf it is part of the call. There, one that fails on fakes looks at values.
@@ -152,7 +152,7 @@ class WholeCalls:
         self._tape.write("call_function", Observed(hook, module), self._writer.argument(values), {})
         return None
 
-    def check(self, condition: Any) -> bool:
+    def check(self, condition: object) -> bool:
         """Write down a check of values that the user makes; one of sizes is a condition."""
         if not self._running.is_opened():
             return False
@@ -194,7 +194,7 @@ class LeafCalls:
         self._left: dict[tuple[int, str], set[str]] = {}
 
     def run(
-        self, module: nn.Module, name: str, call: Callable[..., Any], args: Args, kwargs: Kwargs
+        self, module: nn.Module, name: str, call: Callable[..., object], args: Args, kwargs: Kwargs
     ) -> Any:
         """Run a leaf and write its call."""
         self._writer.check_chance()

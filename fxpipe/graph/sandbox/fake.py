@@ -44,7 +44,7 @@ _SMALL = 1 << 20  # numbers of a module, or of a tensor
 
 
 def probe(
-    module: nn.Module, args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+    module: nn.Module, args: Iterable[object] = (), kwargs: Mapping[str, object] | None = None
 ) -> object:
     """Return what the module returns, with a fake tensor for each tensor.
 
@@ -80,7 +80,7 @@ def probe(
             return run_real(mode, module, module, args, kwargs, failure)
 
 
-def _run_fake(module: nn.Module, inputs: Any, state: FakeTensor) -> object:
+def _run_fake(module: nn.Module, inputs: tuple[Args, Kwargs], state: FakeTensor) -> object:
     """Run a module of the user's own fake tensors, on their device."""
     with preserved(module), state.fake_mode:
         args, kwargs = _made_up(inputs, torch.empty, torch.Tensor.detach, state.device)
@@ -95,7 +95,7 @@ def _made_up(
 ) -> Any:
     """Return inputs with a tensor for each spec, and another for each tensor."""
 
-    def one(leaf: object) -> Any:
+    def one(leaf: object) -> object:
         if isinstance(leaf, TensorSpec):
             made = make([int(n) for n in leaf.shape], dtype=leaf.dtype, device=device)
         elif isinstance(leaf, torch.Tensor):
@@ -120,7 +120,7 @@ def _is_small(module: nn.Module, inputs: object) -> bool:
     return total <= _SMALL and is_plain and not _may_communicate(module)
 
 
-def _run_small(module: nn.Module, inputs: Any) -> object:
+def _run_small(module: nn.Module, inputs: tuple[Args, Kwargs]) -> object:
     """Run the module on made-up tensors, with all its state put back."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserved(module))
@@ -175,7 +175,7 @@ class _Casting(Seer):
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[object], object]:
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Any) -> object:
         is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
         return leaf.to(dtype) if is_float else leaf
 

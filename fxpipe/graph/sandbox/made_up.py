@@ -194,7 +194,7 @@ class _Runs:
         with self._mode:
             return map_leaves(lambda leaf: another(leaf, next(remaining)), self._first)
 
-    def _size(self, first: int, second: int, exprs: Sequence[Any], others: Values) -> Any:
+    def _size(self, first: int, second: int, exprs: Sequence[sympy.Expr], others: Values) -> Any:
         if first == second:
             return first
         known = [(expr, _at(expr, self._hints), _at(expr, others)) for expr in exprs]
@@ -204,10 +204,10 @@ class _Runs:
             return self._env.create_symintnode(expr, hint=first)
         return None
 
-    def _run(self, values: Values) -> Any:
+    def _run(self, values: Values) -> object:
         memo: dict[int, torch.Tensor] = {}
 
-        def real(leaf: object) -> Any:
+        def real(leaf: object) -> object:
             if isinstance(leaf, torch.SymInt):
                 return number_at(leaf, self._env, values)
             if not isinstance(leaf, FakeTensor):

@@ -133,7 +133,7 @@ def run_forward(module: nn.Module, args: Args, kwargs: Kwargs, seer: Seer | None
     if original is not None:
         return original(*args, **kwargs)
 
-    def run(hook: Call, *values: Any) -> Any:
+    def run(hook: Call, *values: object) -> Any:
         if _is_library_hook(hook):
             return hook(module, *values)
         return seer.on_hook(hook, module, values) if seer is not None else None
@@ -181,7 +181,7 @@ def observe(module: nn.Module, args: Args, result: object) -> None:
             hook(module, args, result)
 
 
-def _keeps(hook: Any, module: nn.Module, args: Any, result: Any) -> bool:
+def _keeps(hook: Call, module: nn.Module, args: object, result: object) -> bool:
     """Run a hook and say whether it kept a tensor of the result."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
@@ -226,7 +226,7 @@ def _looked_up(function: Any) -> Call:
 
 
 @contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: object) -> Iterator[None]:
     """Have an attribute another value until exit."""
     missing = object()
     before = owner.__dict__.get(name, missing)
@@ -244,7 +244,7 @@ def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     is_base = original is nn.Module.__dict__["__call__"]
 
     @functools.wraps(original)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         if not here():
             return original(self, *args, **kwargs)
         if is_base:
@@ -255,7 +255,7 @@ def _watched_call(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
 
 
 def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> object:
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type, /, *args: object, **kwargs: object) -> object:
         parent: Any = super(owner, cls)
         call = parent.apply
         return seer.on_function(cls, call, args, kwargs) if here() else call(*args, **kwargs)
@@ -273,7 +273,7 @@ def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
 
 def _watched_check(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     @functools.wraps(original)
-    def check(error_type: Any, condition: Any, *message: Any) -> None:
+    def check(error_type: object, condition: object, *message: object) -> None:
         if not (here() and seer.on_check(condition)):
             original(error_type, condition, *message)
 
@@ -289,7 +289,7 @@ def _watched_script(function: Call, seer: Seer, here: Callable[[], bool]) -> Cal
 
 def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     @functools.wraps(original)
-    def decide(self: Any) -> Any:
+    def decide(self: Any) -> object:
         if here():
             # `if size` only asks whether it is zero.
             is_number = original.__name__ == "__bool__" and not isinstance(self, torch.SymBool)
@@ -311,7 +311,7 @@ def _number_text(original: Call, here: Callable[[], bool]) -> Call:
     """
 
     @functools.wraps(original)
-    def text(self: Any, *spec: str) -> Any:
+    def text(self: torch.SymInt, *spec: str) -> object:
         caller = sys._getframe(1)
         if here() and is_users(caller.f_code.co_filename) and not is_message(caller):
             return format(int(self), *spec)
@@ -321,7 +321,7 @@ def _number_text(original: Call, here: Callable[[], bool]) -> Call:
 
 
 def _training(seer: Seer, here: Callable[[], bool]) -> property:
-    def get(self: nn.Module) -> Any:
+    def get(self: nn.Module) -> object:
         if here():
             seer.on_training(self)
         try:
@@ -339,7 +339,7 @@ def _training(seer: Seer, here: Callable[[], bool]) -> property:
 
 def _watched_autocast(original: Call, seer: Seer, here: Callable[[], bool], entering: bool) -> Call:
     @functools.wraps(original)
-    def step(self: Any, *args: Any) -> Any:
+    def step(self: object, *args: object) -> object:
         if here():
             seer.on_autocast(self, entering)
         return original(self, *args)
@@ -355,7 +355,7 @@ def _watched_checkpoint(
     names = {p.name for p in public if p.kind is p.KEYWORD_ONLY} - {"use_reentrant"}
 
     @functools.wraps(original)
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    def generator(*args: object, **kwargs: object) -> Iterator[None]:
         if not here():
             yield from original(*args, **kwargs)
             return

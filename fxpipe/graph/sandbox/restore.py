@@ -247,7 +247,7 @@ class Places:
             self._held.append((_Globals(vars(found)), dict(vars(found))))
             self._queue.extend(value for value in vars(found).values() if _is_of(value, name))
 
-    def _hold(self, place: Any) -> None:
+    def _hold(self, place: object) -> None:
         content = _content(place)
         self._held.append((place, content))
         self._queue.extend(_values(content))
@@ -260,10 +260,10 @@ def _is_cache(value: object) -> bool:
 class _Slots:
     """An object whose attributes are in slots."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> dict[str, object]:
         found: dict[str, object] = {}
         for kind in type(self.value).__mro__:
             names = kind.__dict__.get("__slots__", ())
@@ -276,7 +276,7 @@ class _Slots:
 class _Globals:
     """The names that a file defines."""
 
-    def __init__(self, names: dict[str, Any]) -> None:
+    def __init__(self, names: dict[str, object]) -> None:
         self.names = names
 
 
@@ -359,14 +359,14 @@ def _differences(now: dict[str, object], before: dict[str, object]) -> Iterator[
             yield name, old
 
 
-def _is_of(value: Any, name: str) -> bool:
+def _is_of(value: object, name: str) -> bool:
     """Say whether a value among the globals of a file belongs to it, or holds values."""
     if isinstance(value, (type, types.FunctionType)):
         return not _is_foreign(value.__module__)
     return not isinstance(value, _ATOMS)
 
 
-def _is_foreign(name: Any) -> bool:
+def _is_foreign(name: object) -> bool:
     return not isinstance(name, str) or _is_known(name)
 
 

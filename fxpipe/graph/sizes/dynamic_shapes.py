@@ -30,7 +30,7 @@ from fxpipe.errors import InputError
 from fxpipe.graph.dims import free_names, solve, symbol, text
 from fxpipe.graph.inputs import InputSize, parameters_of, path_text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import Accessor, branch, walk
+from fxpipe.graph.nested import Accessor, Args, Kwargs, branch, walk
 from fxpipe.graph.sizes.symbols import InputDim, all_dims
 from fxpipe.graph.source_line import Place
 
@@ -83,7 +83,7 @@ class Wishes:
         return dataclasses.replace(self, dims=dims, reasons={**self.reasons, **reasons})
 
     def outcome(
-        self, example: Mapping[str, Any], place_of: Callable[[str], Place | None]
+        self, example: Mapping[str, object], place_of: Callable[[str], Place | None]
     ) -> tuple[InputSize, ...]:
         """Describe each input dimension after a trace; `example` holds the specs."""
         found = []
@@ -123,7 +123,7 @@ def _settled(wanted: sympy.Expr, place_of: Callable[[str], Place | None]) -> str
 
 
 def read_wishes(
-    dynamic_shapes: Any, module: nn.Module, call: tuple[Any, Any], named: Mapping[str, Any]
+    dynamic_shapes: Any, module: nn.Module, call: tuple[Args, Kwargs], named: Mapping[str, object]
 ) -> Wishes:
     """Return the wishes for the inputs of a call, which `named` has by name.
 
@@ -152,7 +152,7 @@ def read_wishes(
     return reader.finish()
 
 
-def _tensors(named: Mapping[str, Any]) -> dict[InputDim, int]:
+def _tensors(named: Mapping[str, object]) -> dict[InputDim, int]:
     """Return the example size of each dimension of each input tensor."""
     return {
         InputDim(path, dim): int(size)
@@ -169,7 +169,7 @@ def _keyword_rest(module: nn.Module) -> str | None:
 class _Reader:
     """Collects wishes and faults."""
 
-    def __init__(self, sizes: Mapping[InputDim, int], named: Mapping[str, Any]) -> None:
+    def __init__(self, sizes: Mapping[InputDim, int], named: Mapping[str, object]) -> None:
         self._sizes = sizes
         self._inputs = named
         self._dims: dict[InputDim, sympy.Expr] = {}

@@ -129,7 +129,7 @@ class Sizes:
         assert env is not None
         return env
 
-    def fake(self, inputs: Mapping[str, Any], device_of: Any) -> dict[str, Any]:
+    def fake(self, inputs: Mapping[str, object], device_of: Any) -> dict[str, object]:
         """Return the inputs with every tensor replaced by a fake one."""
         paths = iter([path for path, _ in walk(dict(inputs))])
 
@@ -324,7 +324,7 @@ def _names_in(expr: sympy.Basic) -> Iterable[str]:
     return [] if isinstance(expr, int) else [s.name for s in expr.free_symbols]
 
 
-def exprs_in(value: Any, env: ShapeEnv) -> list[sympy.Expr]:
+def exprs_in(value: object, env: ShapeEnv) -> list[sympy.Expr]:
     """Return every symbolic size in a nested value, once."""
     found: dict[sympy.Expr, None] = {}
     for _, leaf in walk(value):

@@ -21,7 +21,7 @@ help:
 	@echo "make test-clients  torchtitan, Accelerate and Lightning over fxpipe, in an environment of their own"
 	@echo "make trust      what users must be able to trust, on fxpipe and on torch"
 	@echo "make coverage   which Hugging Face architectures split; the table of docs/coverage.md"
-	@echo "make gpu-check  everything on the GPUs of this host, one report to send back"
+	@echo "make gpu-check  all schedules and faults on the GPUs of this host, one report to send back"
 	@echo "make zoo        timm, torchvision, diffusers and others, split; the table of docs/coverage.md"
 	@echo "make bench      the benchmarks, beside torch.distributed.pipelining"
 

@@ -1,9 +1,10 @@
-"""Try on real GPUs all that was only emulated, and write one report to send back.
+"""Try on real GPUs what was only emulated: schedules and faults. Write one report to send back.
 
     make gpu-check                                  all GPUs of this host
     python -m benchmarks.gpu_check --emulated       the same over an emulated NCCL, on the CPU
 
-Where there are not two GPUs it is emulated, and the report says so.
+Where there are not two GPUs it is emulated, and the report says so. Not tried are tied weights,
+skips, replicas, tensor parallelism, evaluation and compiled stages.
 
 Every schedule is compared with the plain model on every rank, timed beside
 torch.distributed.pipelining, and its memory on the first rank is put beside the simulator's. Then

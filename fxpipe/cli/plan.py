@@ -54,7 +54,7 @@ _BATCH = (
 )
 _GROUP = "Sizes that may be chosen, with commas; auto tries some for models without weights."
 _SCHEDULE = "A schedule that may be chosen. May be repeated; all otherwise."
-_CHECKPOINTING = "What may be chosen: none, selective, alternate, 1/2, full, ..."
+_CHECKPOINTING = "What may be chosen: none, expansions, selective, alternate, 1/2, full, ..."
 _KERNELS = "eager, compiled, asynchronous (compiled, tensor groups too), fused or overlapped."
 _HARDWARE = "A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file."
 
@@ -89,7 +89,7 @@ class _Asked:
     expert_parallel: str = typer.Option("auto", help=_GROUP)
     sharding: str = typer.Option("auto", help="Stages of ZeRO that may be chosen, 0 to 3, or auto.")
     optimizer: str = typer.Option(
-        "adamw-master", help="none, sgd, momentum, adam, adamw or adamw-master."
+        "adamw-master", help="none, sgd, momentum, adam, adamw, adamw-master, -half or -lean."
     )
     kernels: str = typer.Option("eager", help=_KERNELS)
     float8: bool = typer.Option(False, "--float8", help="Products of blocks in 8 bits.")
@@ -139,8 +139,8 @@ def plan(asked: _Asked) -> None:
     if asked.as_json:
         print_json(_json(found, asked.model, asked.top, written))
         return
-    from fxpipe.planner.plan import what_if
     from fxpipe.planner.plan_text import cost_lines, draw_what_if, plan_text, what_if_rows
+    from fxpipe.planner.what_if import what_if
     from fxpipe.text import aligned
 
     typer.echo(plan_text(found, others=asked.top))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from fxpipe.planner.build import Built
     from fxpipe.planner.cost.measured import Profile
 
-__all__ = ["Plan", "Question", "plan", "what_if"]
+__all__ = ["Plan", "Question", "plan"]
 
 _FORMAT = 1
 _KEPT = 40
@@ -227,43 +227,6 @@ class Question:
         if not found or found[0].missing(limit) or found[0].step_time > 0.99 * options[0].step_time:
             return self, options
         return replace(self, subject=finer, pricing=pricing), found
-
-
-def what_if(found: Plan, *, effort: int = 150_000) -> list[tuple[str, Plan | None]]:
-    """The plan again with one thing changed; None where nothing fits.
-
-    Raises:
-        PlanError: the plan was loaded and does not hold the model.
-    """
-    asked = found.question
-    if asked is None:
-        raise PlanError("a plan from a file does not hold the model: plan again to ask what if")
-    pricing, ranks, rows = asked.pricing, asked.num_ranks, asked.batch_size
-    machine, limit = pricing.hardware, pricing.memory_limit
-    slower = replace(machine.inter, bytes_per_time=machine.inter.bytes_per_time / 4)
-    changes = {
-        "as planned": asked,
-        "half the ranks": replace(asked, num_ranks=max(ranks // 2, 1)),
-        "twice the ranks": replace(asked, num_ranks=2 * ranks),
-        "a quarter of the network": replace(
-            asked, pricing=replace(pricing, hardware=replace(machine, inter=slower))
-        ),
-        "half the memory": replace(asked, pricing=replace(pricing, memory_limit=limit / 2)),
-        "twice the memory": replace(asked, pricing=replace(pricing, memory_limit=2 * limit)),
-    }
-    length = asked.subject.traced.hints.get("sequence") and pricing.sizes["sequence"]
-    if length and rows % 2 == 0:
-        longer = {**pricing.sizes, "sequence": 2 * length}
-        changes["twice the sequence, as many tokens"] = replace(
-            asked, pricing=replace(pricing, sizes=longer), batch_size=rows // 2
-        )
-    plans: list[tuple[str, Plan | None]] = []
-    for label, changed in changes.items():
-        try:
-            plans.append((label, changed.answer(effort)))
-        except PlanError:
-            plans.append((label, None))
-    return plans
 
 
 def _step_flops(subject: Subject, sizes: Mapping[str, int], best: Option) -> float:

@@ -29,11 +29,14 @@ __all__ = [
     "with_loss",
 ]
 
-Checkpointing = Literal["none", "selective", "alternate", "1/4", "1/2", "3/4", "full"]
+Checkpointing = Literal[
+    "none", "expansions", "selective", "alternate", "1/4", "1/2", "3/4", "full"
+]  # fmt: skip
 CHECKPOINTS: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _SHARES: Mapping[str, float] = MappingProxyType(
     {
         "none": 0.0,
+        "expansions": 1.0,
         "selective": 1.0,
         "alternate": 1.0,
         "1/4": 0.25,
@@ -51,12 +54,16 @@ OPTIMIZERS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "adam": (2.0, 0.0),
         "adamw": (2.0, 0.0),
         "adamw-master": (0.0, 12.0),
+        "adamw-half": (0.0, 8.0),
+        "adamw-lean": (0.0, 8.0),
     }
 )
 """Bytes of optimizer state: per byte of a trainable parameter, and per element besides.
 
 "adamw-master" is what bf16 training uses: for weights of 16 bits it keeps a float32 copy, two
-float32 moments, and gradients in float32; for wider weights it is "adamw"."""
+float32 moments, and gradients in float32; for wider weights it is "adamw". "adamw-half" has
+moments of 16 bits (DeepSeek-V3 technical report, 3.3.3), "adamw-lean" gradients, too
+(`main_grads_dtype` of Megatron's precision-aware optimizer)."""
 
 Kernels = Literal["eager", "compiled", "asynchronous", "fused", "overlapped"]
 KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "asynchronous", "fused", "overlapped")
@@ -84,8 +91,10 @@ class Training:
     Checkpointing applies to blocks (modules with parts): "full" keeps a block's inputs
     and runs its forward again, "1/2" does so for every other block, "selective" also keeps
     the results of products and repeats only the rest, "alternate" keeps those of every other
-    product. `has_loss` prices a cross entropy after the model's output. `expert_groups` says to
-    how many of how many groups of experts one token may go, as in DeepSeek-V3 to 4 of 8.
+    product, "expansions" all but what attention reads where few numbers were expanded to it, as
+    in latent attention (`recompute_modules=["mla_up_proj"]` of Megatron). `has_loss` prices a
+    cross entropy after the model's output. `expert_groups` says to how many of how many groups of
+    experts one token may go, as in DeepSeek-V3 to 4 of 8.
     """
 
     optimizer: str = "adamw-master"
@@ -151,7 +160,8 @@ def state_of(parameter: Parameter, training: Training, layout: Layout) -> State:
     per_byte, per_element = OPTIMIZERS[training.optimizer]
     gradients = weights
     if per_element and parameter.itemsize <= 2:
-        optimizer, gradients = per_element * part * parameter.numel, 4 * part * parameter.numel
+        optimizer = per_element * part * parameter.numel
+        gradients = weights if training.optimizer == "adamw-lean" else 4 * part * parameter.numel
     else:
         optimizer = (2.0 if per_element else per_byte) * weights
         if ranks > 1 and not layout.sharding:

@@ -208,12 +208,37 @@ class _Prices:
         kept = math.fsum(op.made_bytes for op in products)
         if self.training.checkpointing == "selective":
             return self._time(cheap), min(seen.kept_inside, kept)
+        if self.training.checkpointing == "expansions":
+            again = self._expansions(seen)
+            if self.training.kernels == "overlapped":  # which keeps no more than products need
+                reads = (op.num_bytes - op.made_bytes for op in products
+                         if op.op_class == "attention" and again)  # fmt: skip
+                return self._time(again), seen.kept_inside - math.fsum(reads)
+            again = [op for op in products if op.op_class == "matmul" and self._expands(op)]
+            kept -= math.fsum(op.made_bytes for op in again)
+            return self._time([*cheap, *again]), min(seen.kept_inside, kept)
         if self.training.checkpointing == "alternate":
             # The second of every two products is computed again.
             again = [op for op in products if op.op_class != "attention"][1::2]
             kept -= math.fsum(op.made_bytes for op in again)
             return self._time([*cheap, *again]), min(seen.kept_inside, kept)
         return forward, 0.0
+
+    def _expansions(self, seen: Observation) -> list[Op]:
+        """From the first product of few numbers to what attention reads."""
+        at = [place for place, op in enumerate(seen.forward) if op.op_class == "attention"]
+        found: list[Op] = []
+        for op in seen.forward[: max(at, default=0)]:
+            is_product = op.op_class == "matmul"
+            if not op.group and (self._expands(op) if is_product else found):
+                found.append(op)
+        return found
+
+    def _expands(self, op: Op) -> bool:
+        """Whether a product makes more than four numbers of each it reads."""
+        size = 4 if op.dtype == "float32" else 2
+        width = op.flops / (2 * op.made_bytes / size) if op.made_bytes else math.inf
+        return op.state_bytes * self.layout.tensor > 4 * size * width * (width + 1)  # and a bias
 
     def _hidden(self, node: NodeInfo, times: Mapping[Phase, float]) -> dict[Phase, float]:
         """Times with gathers of weights and scatters of gradients beside them."""

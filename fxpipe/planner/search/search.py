@@ -20,20 +20,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fxpipe.errors import PlanError
-from fxpipe.planner.cost.collectives import collective_time
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware
 from fxpipe.planner.cost.measured import Profile
 from fxpipe.planner.cost.parallel import Layout
-from fxpipe.planner.cost.stage_numbers import StageNumbers, numbers_of
+from fxpipe.planner.cost.stage_numbers import numbers_of
 from fxpipe.planner.cost.training import Checkpointing, Training
 from fxpipe.planner.cost.workload import Workload, is_model_input, workload_of
 from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.partition.partition import Partition, partition
 from fxpipe.planner.partition.work import InFlight, Limits, in_flight
 from fxpipe.planner.search.auto_split import REORDER_GAIN, named_items
-from fxpipe.planner.search.candidates import Candidate, outline
+from fxpipe.planner.search.candidates import Candidate
 from fxpipe.planner.search.estimate import predict, stage_costs
+from fxpipe.planner.search.guess import Guess, Guesses, inside
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.refine import best_cut
 from fxpipe.program import Placement, Program
@@ -79,20 +79,13 @@ class Pricing:
     keeps: tuple[Checkpointing, ...] = ("none",)
 
 
-@dataclass(frozen=True, slots=True)
-class _Guess:
-    time: float
-    memory: float
-
-
 class Search:
     """Prices candidates and remembers what they have in common."""
 
     def __init__(self, pricing: Pricing) -> None:
         self.pricing = pricing
         self._loads: dict[tuple[object, ...], Workload] = {}
-        self._sums: dict[int, StageNumbers] = {}
-        self._floors: dict[tuple[object, ...], float] = {}
+        self._guesses = Guesses(pricing.hardware, self._load)
         self._cuts: dict[tuple[object, ...], tuple[list[tuple[int, ...]], float]] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
         self._moments: dict[tuple[object, ...], InFlight] = {}
@@ -119,9 +112,9 @@ class Search:
         tell: Callable[[int, int], None],
     ) -> dict[Candidate, Option]:
         limit = self.pricing.memory_limit
-        guesses: dict[Candidate, _Guess] = {}
+        guesses: dict[Candidate, Guess] = {}
         for number, candidate in enumerate(found):
-            guesses[candidate] = self.guess(candidate)
+            guesses[candidate] = self._guesses.of(candidate)
             if number % 100 == 0:
                 tell(budget * number // len(found) // 5, budget)
 
@@ -169,7 +162,7 @@ class Search:
     def _sweep(
         self,
         order: Sequence[Candidate],
-        guesses: Mapping[Candidate, _Guess],
+        guesses: Mapping[Candidate, Guess],
         tried: dict[Candidate, Option],
         *,
         slack: float,
@@ -251,50 +244,6 @@ class Search:
                 pricing.costs, sizes, pricing.hardware, training, layout, measured=measured
             )
         return self._loads[key]
-
-    def guess(self, candidate: Candidate) -> _Guess:
-        """Time and memory if the model could be cut anywhere."""
-        c, machine, layout = candidate, self.pricing.hardware, candidate.layout
-        load = self._load(c, _inside(layout))
-        if id(load) not in self._sums:
-            self._sums[id(load)] = numbers_of(load, [0] * len(load.nodes))[0][0]
-        whole, ranks = self._sums[id(load)], c.pipeline
-        times = [t / ranks for t in (whole.forward, whole.backward_input, whole.backward_weight)]
-        slowest = max(math.fsum(times), c.stages_per_rank * self._heaviest(c))
-        shards = layout.context * layout.data
-        group = layout.group("replicas")
-        reduce = collective_time("all_reduce", whole.reduced / ranks, group, machine)
-        if layout.sharding == 3:
-            slowest = max(slowest, 1.5 * reduce)
-        idle, holds = 0.0, 1.0
-        if ranks > 1:
-            sizes = sorted(flow.num_bytes for flow in load.work.flows if flow.num_bytes)
-            transfer = machine.intra.time(sizes[len(sizes) // 2] if sizes else 0.0)
-            shape = outline(c.schedule, c.stages_per_rank, times, transfer)
-            idle, holds = shape.idle(ranks), shape.holds(ranks, c.num_microbatches)
-        kept = whole.kept
-        if c.info.splits_backward:
-            # What waits for the weight half is held for part of the time.
-            kept = max(kept, whole.deferred / 2)
-        # Few microbatches do not fill the ranks: each has to go there and back.
-        latency = ranks * (times[0] + times[1]) + times[2]
-        time = max(slowest * (c.num_microbatches + idle), latency)
-        time += max(reduce - slowest, 0.1 * reduce)
-        state = whole.weights / (shards if layout.sharding >= 3 else 1)
-        state += whole.gradients / (shards if layout.sharding >= 2 else 1)
-        state += whole.optimizer / (shards if layout.sharding >= 1 else 1)
-        held = (state + holds * kept) * (1 + machine.reserve) + machine.holes * whole.remade
-        held = held / ranks + machine.context
-        return _Guess(time, held)
-
-    def _heaviest(self, candidate: Candidate) -> float:
-        """The slowest stage if only time counts and data travels for free."""
-        c = candidate
-        key = (c.microbatch_size, c.checkpointing, _inside(c.layout), c.num_stages)
-        if key not in self._floors:
-            times = [item.time for item in self._load(c, _inside(c.layout)).work.items]
-            self._floors[key] = _least_slowest(times, c.num_stages)
-        return self._floors[key]
 
     def price(self, candidate: Candidate, below: float = math.inf) -> Option:
         """Cut the model for a candidate and simulate a step.
@@ -390,7 +339,7 @@ class Search:
         placement = c.info.placement(c.pipeline, c.num_stages)
         leaves = c.layout.num_ranks >= self.pricing.hardware.ranks_per_node
         # Weights that are gathered and gradients that are scattered take time in a stage.
-        layout = c.layout if c.layout.sharding >= 2 else _inside(c.layout)
+        layout = c.layout if c.layout.sharding >= 2 else inside(c.layout)
         key = (c.microbatch_size, c.checkpointing, placement, layout, leaves)
         if key not in self._cuts:
             limits = self._limits(load, placement, c.layout)
@@ -493,24 +442,3 @@ def _fed_by_nothing(load: Workload) -> list[tuple[int, int]]:
     return [
         (max(i - 1, 0), max(i, 1)) for i in range(len(load.nodes)) if i not in fed and i != first
     ]
-
-
-def _inside(layout: Layout) -> Layout:
-    """The layout without what differs only in how state is kept."""
-    # As many replicas as the experts' group takes, if it is larger than theirs.
-    inner = layout.tensor * layout.context
-    return replace(layout, data=math.lcm(layout.expert, inner) // inner, sharding=0)
-
-
-def _least_slowest(times: Sequence[float], parts: int) -> float:
-    """The least possible greatest sum of consecutive times in so many parts."""
-    low, high = max(times, default=0.0), math.fsum(times)
-    low = max(low, high / parts)
-    for _ in range(20):
-        middle, needed, room = (low + high) / 2, 1, 0.0
-        for time in times:
-            room += time
-            if room > middle * (1 + 1e-12):
-                needed, room = needed + 1, time
-        low, high = (low, middle) if needed <= parts else (middle, high)
-    return high

@@ -11,10 +11,11 @@ from torch import nn
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.known_models import gpt, known_model
-from fxpipe.planner.plan import plan, what_if
+from fxpipe.planner.plan import plan
 from fxpipe.planner.plan_text import cost_lines, what_if_rows
 from fxpipe.planner.search.search import Search
 from fxpipe.planner.search.subject import opened_for
+from fxpipe.planner.what_if import what_if
 
 BARE = replace(HARDWARE["H100"], context=0.0, channels=0.0)
 KINDS = [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBV", 2), ("VHalf", 2), ("ZBH1", 1), ("Wave", 2)]

@@ -135,7 +135,7 @@ def plan(asked: _Asked) -> None:
     found = _planned(asked)
     written = [] if asked.save is None else [found.save(asked.save)]
     if asked.report is not None:
-        written.append(found.report(asked.report))
+        written.append(found.report(asked.report, tokens=wanted, price=asked.price))
     if asked.as_json:
         print_json(_json(found, asked.model, asked.top, written))
         return

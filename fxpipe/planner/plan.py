@@ -328,9 +328,19 @@ class Plan:
         given = None if model is None else (model, tuple(example_args or ()), example_kwargs or {})
         return build(self, given, choice, device, group, loss_fn, schedule_options)
 
-    def report(self, path: str | os.PathLike[str], *, most: int = 8) -> Path:
-        """Write an HTML report: the stages, the best options and their timelines."""
-        return write_plan_report(self, path, most=most)
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        most: int = 8,
+        tokens: float | None = None,
+        price: float | None = None,
+    ) -> Path:
+        """Write an HTML report: the stages, the best options and their timelines.
+
+        With `tokens` it says how long they take, with `price` of a GPU and hour what they cost.
+        """
+        return write_plan_report(self, path, most=most, tokens=tokens, price=price)
 
     def to_json(self) -> str:
         """All of the plan but the model; the inverse of `from_json`."""

@@ -324,7 +324,14 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) -> Path:
+def write_plan_report(
+    plan: Plan,
+    path: str | os.PathLike[str],
+    *,
+    most: int,
+    tokens: float | None = None,
+    price: float | None = None,
+) -> Path:
     """Write the report of a plan.
 
     Programs that are too long to look at are shown with fewer microbatches, and say so.
@@ -336,12 +343,13 @@ def write_plan_report(plan: Plan, path: str | os.PathLike[str], *, most: int) ->
     # Simulated as in the search, transfers beside compute, so that both have the same order.
     candidates = [
         (
-            f"{drawn.candidate}: a step of {seconds_text(option.step_time)}",
+            f"{option.candidate}: a step of {seconds_text(option.step_time)}",
             *drawn.timeline(plan.hardware, transfers=False),
         )
         for option, drawn in zip(fitting, shown, strict=False)
     ]
-    notes = [*_head(plan), _cut_line(plan), *_memory_lines(plan)]
+    costs = [] if tokens is None else cost_lines(plan, tokens, price)
+    notes = [*costs, *_head(plan), _cut_line(plan), *_memory_lines(plan)]
     notes.append(
         "Memory curves are of activations and transfers; weights, gradients and the "
         "optimizer come on top."

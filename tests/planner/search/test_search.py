@@ -109,12 +109,14 @@ def test_parallel_options_use_all_ranks_and_say_what_cannot_be_built(tiny):
         tiny.build(choice=tiny.options.index(shared))
 
 
-def test_tokens_become_days_and_dollars(tiny):
+def test_tokens_become_days_and_dollars(tiny, tmp_path):
     (line,) = cost_lines(tiny, 1e12, 2.0)
 
     hours = 1e12 / tiny.tokens_per_second / 3600
     assert f"{hours:,.0f} GPU hours, ${2 * hours:,.0f} at $2 per GPU and hour" in line
     assert line.startswith("1T tokens take ")
+    # Who decides reads the report: it said neither how long nor how dear.
+    assert line in tiny.report(tmp_path / "plan.html", tokens=1e12, price=2.0).read_text()
     assert 0 < tiny.utilization < 1
     assert "of its bfloat16 peak (MFU)" in str(tiny)
 

@@ -94,7 +94,7 @@ class Pipe(nn.Module):
         self._info = PipeInfo(
             self.interfaces,
             edges_of(self.interfaces),
-            find_tied(traced.module, modules),
+            find_tied(modules),
             traced.inputs,
             traced.symbols,
             traced.autocast,
@@ -290,7 +290,7 @@ def pipeline(
         dynamic_shapes=dynamic_shapes,
     )  # fmt: skip
     if check_with is not None:
-        pipe._checked(_check_by(check_with, pipe, traced, spec, granularity, budget))
+        pipe._checked(_check_by(check_with, pipe, traced, spec, budget))
     elif budget is not None:
         pipe._checked(check_pipe(pipe, module, *call, budget=budget))
     if check is True and not pipe.info().check.is_checked:
@@ -326,7 +326,6 @@ def _check_by(
     pipe: Pipe,
     traced: TracedGraph,
     spec: Mapping[str, SplitPoint],
-    granularity: str,
     budget: Budget | None,
 ) -> CheckReport:
     """Check a small model of the same code in place of the traced one."""

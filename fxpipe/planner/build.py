@@ -89,7 +89,7 @@ def build(
             "tensor, context or expert parallelism and fully_shard to the stages yourself, or "
             "plan with tensor_parallel=1, context_parallel=1, expert_parallel=1, sharding=0"
         )
-    where = _place(plan, option, group)
+    where = _place(option, group)
     pipe = _pipe(plan, option, given)
     stages, checkpointed = [], []
     training = Training(checkpointing=candidate.checkpointing)
@@ -151,7 +151,7 @@ class _Place:
         return not isinstance(self.pipeline, LocalGroup)
 
 
-def _place(plan: Plan, option: Option, group: dist.ProcessGroup | LocalGroup | None) -> _Place:
+def _place(option: Option, group: dist.ProcessGroup | LocalGroup | None) -> _Place:
     ranks, width = option.candidate.pipeline, option.candidate.data_parallel
     if isinstance(group, LocalGroup) or (
         group is None and not (dist.is_available() and dist.is_initialized())

@@ -247,7 +247,7 @@ def _copy_flags(stage: nn.Module, module: nn.Module, guard: StageGuard) -> None:
             guard.flag(original, part)
 
 
-def find_tied(module: nn.Module, stages: Sequence[nn.Module]) -> tuple[Tied, ...]:
+def find_tied(stages: Sequence[nn.Module]) -> tuple[Tied, ...]:
     """Return the parameters that are held in more than one place, by any name."""
     places: dict[int, list[tuple[int, str]]] = {}
     for index, stage in enumerate(stages):

@@ -97,7 +97,7 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
                 stack.enter_context(patched(scope, name, _looked_up(owner)))
             for name, value in list(vars(scope).items()):
                 if isinstance(value, torch.jit.ScriptFunction):
-                    stack.enter_context(patched(scope, name, _watched_script(value, seer, here)))
+                    stack.enter_context(patched(scope, name, _watched(value, seer.on_script, here)))
         for kind, names in (
             (torch.SymBool, ("__bool__",)),
             (torch.SymInt, ("__bool__", "__int__", "__index__")),
@@ -111,12 +111,10 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
             text = _number_text(getattr(torch.SymInt, name), here)
             stack.enter_context(patched(torch.SymInt, name, text))
         stack.enter_context(patched(nn.Module, "training", _training(seer, here)))
-        for (owner, name), watch in (
-            (VMAP_ENTRY, _watched_vmap),
-            (CHECKPOINT_ENTRY, _watched_checkpoint),
-        ):
-            entry = watch(getattr(owner, name), seer, here)
-            stack.enter_context(patched(owner, name, entry))
+        vmap = _watched(getattr(*VMAP_ENTRY), seer.on_vmap, here)
+        stack.enter_context(patched(*VMAP_ENTRY, vmap))
+        checkpoint = _watched_checkpoint(getattr(*CHECKPOINT_ENTRY), seer, here)
+        stack.enter_context(patched(*CHECKPOINT_ENTRY, checkpoint))
         for name in CHECK_ENTRIES:
             watched = _watched_check(getattr(torch, name), seer, here)
             stack.enter_context(patched(torch, name, watched))
@@ -263,10 +261,9 @@ def _watched_apply(owner: type, seer: Seer, here: Callable[[], bool]) -> object:
     return classmethod(apply)
 
 
-def _watched_vmap(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
-    @functools.wraps(original)
+def _watched(original: Call, on_call: Call, here: Callable[[], bool]) -> Call:
     def run(*args: object, **kwargs: object) -> object:
-        return seer.on_vmap(original, args, kwargs) if here() else original(*args, **kwargs)
+        return on_call(original, args, kwargs) if here() else original(*args, **kwargs)
 
     return run
 
@@ -278,13 +275,6 @@ def _watched_check(original: Call, seer: Seer, here: Callable[[], bool]) -> Call
             original(error_type, condition, *message)
 
     return check
-
-
-def _watched_script(function: Call, seer: Seer, here: Callable[[], bool]) -> Call:
-    def run(*args: object, **kwargs: object) -> object:
-        return seer.on_script(function, args, kwargs) if here() else function(*args, **kwargs)
-
-    return run
 
 
 def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:

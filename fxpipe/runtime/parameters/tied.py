@@ -157,11 +157,6 @@ class GradStash:
             p.grad = None
 
     @property
-    def ids(self) -> set[int]:
-        """What `id` gives for the parameters."""
-        return {id(p) for p in self._parameters}
-
-    @property
     def leaves(self) -> Sequence[torch.Tensor]:
         return self._parameters
 

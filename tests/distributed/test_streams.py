@@ -1,6 +1,7 @@
 """Over communicators like NCCL's: the plain model's gradients, or a clear error soon."""
 
 import contextlib
+import copy
 import os
 import time
 from collections.abc import Callable
@@ -91,6 +92,28 @@ def test_models_on_every_model_of_streams(
     model: str, schedule: str, style: str, streams: str
 ) -> None:
     run_on_streams(2, streams, bodies.train_model, model, schedule, 2, style)
+
+
+def ties_both_ways(rank: int) -> None:
+    """Two tied weights, whose owners are different ranks."""
+    modules: list[Any] = blocks(4)
+    modules[3].linear.weight = modules[0].linear.weight
+    modules[2].linear.weight = modules[1].linear.weight
+    ties = [[(i, "linear.weight") for i in pair] for pair in ((0, 3), (1, 2))]
+    stages = stages_of(modules, [rank, rank + 2])
+    made = get_schedule_class("Interleaved1F1B")(stages, 4, loss_fn=mse, tied=ties, timeout=60.0)
+    x, y = rand(8, 8), rand(8, 8, seed=2)
+    plain: Any = copy.deepcopy(nn.Sequential(*modules))  # keeps what is shared
+    made.step(x, target=y)
+    mse(plain(x), y).backward()
+    for i in (rank, rank + 2):
+        assert_close(modules[i].linear.weight.grad, plain[i].linear.weight.grad, f"stage {i}")
+
+
+@pytest.mark.parametrize("streams", ["rank", "eager"])
+def test_tied_weights_with_owners_on_different_ranks(streams: str) -> None:
+    # Ranks that took them in different orders waited for each other; one tie cannot show it.
+    run_on_streams(2, streams, ties_both_ways)
 
 
 def replicated(rank: int, schedule: str, wrapper: str, streams: str) -> None:

@@ -66,7 +66,7 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--schedule", "1F2B"), "there is no schedule '1F2B'; did you mean"),
         (
             ("--checkpointing", "some"),
-            "checkpointing is ['some']; known: none, selective, alternate, 1/4",
+            "checkpointing is ['some']; known: none, expansions, selective, alternate, 1/4",
         ),
         (("--stages-per-rank", "x"), "--stages-per-rank is a number from 1 up"),
         (("--tokens", "many"), "--tokens is an amount such as 15T, 300B or 1e12; got 'many'"),

@@ -2,7 +2,11 @@
 
 In:  a `Plan`, the model (again, if the plan was loaded), a device and a group.
 Out: `Built`. Stages are cut as planned, blocks checkpointed, replicas wrapped in
-     DistributedDataParallel.
+     DistributedDataParallel or, for ZeRO 1, blocks and stages by `fully_shard`.
+
+A sharded stage is gathered once per step and whole until its last microbatch, and so are its
+gradients: what is divided among replicas while memory is short is the optimizer's state, as in
+ZeRO 1. An option of ZeRO 2 or 3 is priced with less memory than a step here takes.
 
 The model is captured again where a plan comes from a file; node names follow from the model
 and from which modules are opened, so a different model is noticed.
@@ -85,12 +89,18 @@ def build(
     candidate = option.candidate
     if not candidate.is_buildable:
         raise PlanError(
-            f"fxpipe builds pipelines with replicas, but this option is {candidate}; apply "
-            "tensor, context or expert parallelism and fully_shard to the stages yourself, or "
-            "plan with tensor_parallel=1, context_parallel=1, expert_parallel=1, sharding=0"
+            f"fxpipe builds pipelines with replicas or ZeRO 1, but this option is {candidate}; "
+            "apply tensor, context or expert parallelism to the stages yourself, or plan with "
+            "tensor_parallel=1, context_parallel=1, expert_parallel=1, sharding=(0, 1). "
+            "ZeRO 2 and 3 would need more memory than planned: a step keeps a stage gathered"
         )
     where = _place(option, group)
     pipe = _pipe(plan, option, given)
+    if any(hasattr(p, "device_mesh") for stage in pipe.stages for p in stage.module.parameters()):
+        raise PlanError(
+            "the model is sharded already, by an earlier build or fully_shard; build with another "
+            "copy of it: build(model, example_args)"
+        )
     stages, checkpointed = [], []
     training = Training(checkpointing=candidate.checkpointing)
     blocks = [name for i, name in enumerate(plan.blocks) if training.recomputes(i)]
@@ -103,12 +113,17 @@ def build(
         stage = pipe.build_stage(index, torch.device(device), where.pipeline)
         checkpointed += _apply_checkpointing(stage.submod, names, candidate.checkpointing)
         if where.data is not None and any(p.requires_grad for p in stage.submod.parameters()):
-            stage.submod = nn.parallel.DistributedDataParallel(
-                stage.submod, process_group=where.data
-            )
+            if candidate.sharding:
+                _shard(stage.submod, plan.blocks, where.data)
+            else:
+                stage.submod = nn.parallel.DistributedDataParallel(
+                    stage.submod, process_group=where.data
+                )
         stages.append(stage)
     if candidate.offload:
         options = {"offload": candidate.offload, **options}
+    if candidate.sharding:  # all stages of a rank are priced as gathered
+        options = {"max_unsharded": candidate.stages_per_rank, **options}
     if option.program is not None:
         schedule: Schedule = ScheduleFromProgram(stages, option.program, loss_fn, **options)
     else:
@@ -194,6 +209,25 @@ def _pipe(plan: Plan, option: Option, given: Given | None) -> Pipe:
         return Pipe(traced, SavedSplit(frozenset(plan.opened), stage_of)(traced))
     except SplitError as error:
         raise PlanError(f"this is not the model that was planned: {error}") from error
+
+
+def _shard(module: nn.Module, blocks: Iterable[str], group: dist.ProcessGroup) -> None:
+    """Divide blocks and what is around them among replicas, in place.
+
+    Gradients of 16 bits are added up and reduced in 32, as the plan counts them.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = next(module.parameters()).device.type
+    mesh = DeviceMesh.from_group(group, device)
+    is_narrow = any(p.dtype.itemsize < 4 for p in module.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_narrow else None)
+    parts = dict(module.named_modules())
+    for name in blocks:
+        if name in parts:
+            fully_shard(parts[name], mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def _apply_checkpointing(module: nn.Module, blocks: Iterable[str], how: Checkpointing) -> list[str]:

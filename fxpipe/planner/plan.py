@@ -9,7 +9,7 @@ Out: a `Plan`: options from the best on, each priced by simulating a step. It ca
      JSON, drawn as a report, and built.
 
 Tensor, context and expert parallelism and sharded replicas are priced if they may be chosen; what
-the runtime builds is a pipeline, with replicas or without (`Candidate.is_buildable`).
+the runtime builds is a pipeline, with replicas or ZeRO 1 (`Candidate.is_buildable`).
 """
 
 from __future__ import annotations
@@ -310,8 +310,9 @@ class Plan:
 
         Without a process group, or with a `LocalGroup`, all ranks of one replica run in this
         process. With one, its size must be the plan's `num_ranks`: process r * W + j is rank r
-        of replica j of W, and replicas share their gradients through DistributedDataParallel.
-        Blocks are checkpointed as planned, in the model's own modules.
+        of replica j of W, and replicas share their gradients through DistributedDataParallel, or
+        their optimizer's state through `fully_shard` (ZeRO 1). Blocks are checkpointed and sharded
+        as planned, in the model's own modules.
 
         Args:
             model, example_args, example_kwargs: for a plan that was loaded from a file; by

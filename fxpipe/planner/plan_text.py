@@ -94,8 +94,8 @@ def _head(plan: Plan) -> list[str]:
     lines += [*_zero_bubble_line(plan), *_near_line(plan), *_host_line(plan)]
     if not best.candidate.is_buildable:
         lines.append(
-            "build() makes pipelines with replicas; tensor, context and expert parallelism and "
-            "ZeRO are for you to apply to its stages"
+            "build() makes pipelines with replicas or ZeRO 1; tensor, context and expert "
+            "parallelism and ZeRO 2 and 3 are for you to apply to its stages"
         )
     return lines
 

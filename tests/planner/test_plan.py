@@ -279,33 +279,66 @@ def test_large_models_are_planned_without_weights():
     assert found.best.peak < HARDWARE["A100"].memory
 
 
-def two_replicas(rank):
-    found = make(num_ranks=4, data_parallel=2, microbatch_sizes=(2,), schedules=["1F1B"])
+def replicated(rank, schedule, sharding, mode):
+    wishes = {"schedules": [schedule], "sharding": sharding, "checkpointing": mode}
+    found = make(num_ranks=4, data_parallel=2, microbatch_sizes=(2,), **wishes)
     built = found.build(loss_fn=loss_fn)
     assert (built.replica, built.num_replicas, built.rows) == (rank % 2, 2, 4)
     args, _ = gpt.example_inputs(8)
     rows = args[0][4 * built.replica : 4 * built.replica + 4]
     reference = gpt.build(layers=4)
-    loss_fn(reference(args[0]), args[0]).backward()
-
-    built.schedule.step(rows, target=rows)
-
+    mine = torch.optim.SGD(built.parameters(), lr=0.1)
+    its = torch.optim.SGD(reference.parameters(), lr=0.1)
     wanted = dict(reference.named_parameters(remove_duplicate=False))
-    for stage in built.stages:
-        for name, parameter in stage.submod.named_parameters():
-            plain = name.removeprefix("module.")
-            torch.testing.assert_close(parameter.grad, wanted[plain].grad, rtol=1e-4, atol=1e-6)
-    try:
-        make(num_ranks=2, microbatch_sizes=(2,), schedules=["1F1B"]).build()
-    except PlanError as error:
-        return str(error)
-    return ""
+    for _ in range(2):
+        mine.zero_grad(), its.zero_grad()
+        loss_fn(reference(args[0]), args[0]).backward()
+        built.schedule.step(rows, target=rows)
+        for stage in built.stages:
+            for name, parameter in stage.submod.named_parameters():
+                grad = parameter.grad.full_tensor() if sharding else parameter.grad
+                plain = wanted[name.removeprefix("module.")].grad
+                torch.testing.assert_close(grad, plain, rtol=1e-4, atol=1e-6)
+        mine.step(), its.step()
+    messages = []
+    for again in (found, make(num_ranks=2, microbatch_sizes=(2,), schedules=["1F1B"])):
+        try:
+            again.build()
+        except PlanError as error:
+            messages.append(str(error))
+    if sharding:
+        held = [p.to_local().numel() for p in built.parameters() if p.dim() == 2]
+        assert sum(held) == sum(p.numel() for p in built.parameters() if p.dim() == 2) // 2
+        parts = [m for stage in built.stages for m in stage.submod.modules()]
+        assert sum(hasattr(part, "unshard") for part in parts) > len(built.stages)  # blocks, too
+    return messages
 
 
-def test_plan_runs_on_processes_with_data_parallelism():
-    messages = run_on_ranks(4, two_replicas)
+@pytest.mark.parametrize(
+    ("schedule", "sharding", "mode"),
+    [
+        ("1F1B", 0, "none"),
+        ("1F1B", 1, "full"),
+        ("Interleaved1F1B", 1, "none"),
+        ("ZBH1", 1, "selective"),
+    ],
+)
+def test_plan_runs_on_processes_with_data_parallelism(schedule, sharding, mode):
+    messages = run_on_ranks(4, replicated, schedule, sharding, mode)
 
-    assert all("but the group has 4; plan again for 4" in message for message in messages)
+    assert all("but the group has 4; plan again for 4" in found[-1] for found in messages)
+    if sharding:  # shards replace the parameters of the user's own model
+        assert all("the model is sharded already" in found[0] for found in messages)
+
+
+@pytest.mark.parametrize("sharding", [2, 3])
+def test_what_needs_more_memory_here_than_planned_is_not_built(sharding):
+    # A sharded stage stays gathered for a whole step: that is ZeRO 1, and no less memory.
+    found = make(num_ranks=4, data_parallel=2, schedules=["1F1B"], sharding=sharding)
+
+    assert "build() makes pipelines with replicas or ZeRO 1" in str(found)
+    with pytest.raises(PlanError, match="ZeRO 2 and 3 would need more memory than planned"):
+        found.build()
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

@@ -67,9 +67,9 @@ class Candidate:
 
     @property
     def is_buildable(self) -> bool:
-        """Whether the runtime can run it: a pipeline, with replicas or without."""
+        """Whether the runtime runs it as priced: a pipeline, with replicas or ZeRO 1."""
         inside = self.tensor_parallel * self.context_parallel * self.expert_parallel
-        return inside == 1 and self.sharding == 0
+        return inside == 1 and self.sharding <= 1
 
     def __str__(self) -> str:
         ranks = _count(self.pipeline, "rank", "ranks")

@@ -57,8 +57,8 @@ __all__ = [
     "finish_sharded_backward", "floor_div", "following_sizes", "forward_ad_level", "forward_hooks",
     "forward_pre_hooks", "function_base", "function_modes", "functorch_is_active",
     "has_global_hooks", "held_functions", "hook_takes_kwargs", "is_compiled", "is_view",
-    "joins_uneven_inputs", "known_sizes", "local_tensor", "memory_of", "named_group",
-    "overload_packet", "own_attributes",
+    "joins_uneven_inputs", "known_sizes", "leave_sharded_pass", "local_tensor", "memory_of",
+    "named_group", "overload_packet", "own_attributes",
     "parameters_of", "post_accumulate_hooks", "pre_hook_takes_kwargs", "prepare_sharded",
     "profiler_is_on", "put_gathered_gradient", "pytree", "pytree_kind", "reduction_hooks",
     "run_engine", "schema_of",
@@ -442,6 +442,15 @@ def prepare_sharded(root: Any) -> None:
 def finish_sharded_backward(root: Any) -> None:
     """Do what FSDP2 does when the backward of a root module has ended."""
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def leave_sharded_pass(group: Any) -> None:
+    """Let a group of parameters out of a forward or backward that has not come to its end.
+
+    It stays in one that has failed, and is then neither freed nor gathered when asked.
+    """
+    state = group._training_state
+    group._training_state = type(state).IDLE
 
 
 def take_gathered_gradient(held: Any) -> torch.Tensor | None:

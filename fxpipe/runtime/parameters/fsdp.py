@@ -20,6 +20,7 @@ from fxpipe.runtime.parameters.lost_groups import collective_of, explained
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.torch_inside import (
     finish_sharded_backward,
+    leave_sharded_pass,
     prepare_sharded,
     put_gathered_gradient,
     shard_groups,
@@ -88,8 +89,14 @@ class FsdpSync:
             root.set_requires_gradient_sync(is_last)
             root.set_reshard_after_backward(is_last)
 
+    def _leave_pass(self) -> None:
+        """Between computations: after one that has failed, too, collectives are the program's."""
+        for group in self._shard_groups():
+            leave_sharded_pass(group)
+
     def unshard(self) -> None:
         self._num_users += 1
+        self._leave_pass()
         for root in self._roots:
             for module in _fsdp_modules(root):
                 self._gathering.append(module.unshard(async_op=True))
@@ -106,6 +113,7 @@ class FsdpSync:
         if self._num_users > 0:
             return
         self.ready()  # what is still on its way would be taken for the next step's
+        self._leave_pass()
         for root in self._roots:
             for module in _fsdp_modules(root):
                 module.reshard()
@@ -113,6 +121,7 @@ class FsdpSync:
     def reduce(self) -> None:
         """Start to reduce; what a replica has not used takes part as zeros."""
         self.ready()
+        self._leave_pass()
         if self._has_reduced or not self._may_reduce():
             return
         self._has_reduced = True

@@ -28,7 +28,7 @@ from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
-from fxpipe.planner.order.orders import Objective
+from fxpipe.planner.order.orders import Objective, check_objective
 from fxpipe.planner.plan_text import (
     plan_html,
     plan_text,
@@ -36,9 +36,10 @@ from fxpipe.planner.plan_text import (
     table_rows,
     write_plan_report,
 )
-from fxpipe.planner.search.candidates import Space, candidates
+from fxpipe.planner.search.candidates import candidates
 from fxpipe.planner.search.option import Option
 from fxpipe.planner.search.search import Pricing, Search
+from fxpipe.planner.search.space import Space, check_amount, check_whole, space_of, wishes_of
 from fxpipe.planner.search.subject import Subject, subject_of
 
 if TYPE_CHECKING:
@@ -62,10 +63,10 @@ def plan(
     memory_limit: float | None = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
-    schedules: Iterable[str] | None = None,
-    microbatch_sizes: Iterable[int] | None = None,
+    schedules: str | Iterable[str] | None = None,
+    microbatch_sizes: int | Iterable[int] | None = None,
     data_parallel: int | Iterable[int] | None = None,
-    stages_per_rank: Iterable[int] | None = None,
+    stages_per_rank: int | Iterable[int] | None = None,
     checkpointing: Checkpointing | Iterable[Checkpointing] = CHECKPOINTS,
     tensor_parallel: int | Iterable[int] = 1,
     context_parallel: int | Iterable[int] = 1,
@@ -118,23 +119,28 @@ def plan(
     Raises:
         PlanError: nothing fits; the message says how much memory is missing where.
     """
-    _check_counts(num_ranks=num_ranks, batch_size=batch_size)
-    if offload != 0 and offload < 2:
-        raise PlanError(f"offload is at least 2 compute actions, or 0 for never, got {offload}")
+    check_whole(num_ranks=num_ranks, batch_size=batch_size, effort=effort)
+    check_whole(least=0, offload=offload)
+    if offload == 1:
+        raise PlanError("offload is at least 2 compute actions, or 0 for never, got 1")
+    check_objective(objective)
     where = load_hardware(hardware)
-    space = Space(
-        None if schedules is None else tuple(schedules),
-        None if microbatch_sizes is None else tuple(microbatch_sizes),
-        None if data_parallel is None else _tuple(data_parallel),
-        None if stages_per_rank is None else tuple(stages_per_rank),
-        (checkpointing,) if isinstance(checkpointing, str) else tuple(checkpointing),
-        _tuple(tensor_parallel),
-        _tuple(context_parallel),
-        _tuple(expert_parallel),
-        _tuple(sharding),
+    space = space_of(
+        schedules=schedules,
+        microbatch_sizes=microbatch_sizes,
+        data_parallel=data_parallel,
+        stages_per_rank=stages_per_rank,
+        checkpointing=checkpointing,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
+        expert_parallel=expert_parallel,
+        sharding=sharding,
     )
-    limit = where.memory if memory_limit is None else float(memory_limit)
+    pins, groups = wishes_of(pin, together)
+    limit = where.memory if memory_limit is None else check_amount("memory_limit", memory_limit)
     most = num_ranks * max(space.stages_per_rank or (4,))
+    if profile is not None and not hasattr(profile, "opened"):
+        raise PlanError(f"profile is what fxpipe.profile() returns, got {profile!r}")
     opened = None if profile is None else profile.opened
     subject = subject_of(model, example_args, example_kwargs, most, where, sizes, opened)
     if profile is not None:
@@ -152,8 +158,8 @@ def plan(
         ),
         limit,
         subject.stage_of,
-        dict(pin or {}),
-        tuple(tuple(group) for group in together),
+        pins,
+        groups,
         profile,
         objective=objective,
         offload=offload,
@@ -410,17 +416,3 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return plan_html(self)
-
-
-def _check_counts(**counts: int) -> None:
-    faults = [
-        f"{name} is {value!r}"
-        for name, value in counts.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1
-    ]
-    if faults:
-        raise PlanError("; ".join(faults) + "; it must be a whole number from 1 up")
-
-
-def _tuple(values: int | Iterable[int]) -> tuple[int, ...]:
-    return (values,) if isinstance(values, int) else tuple(values)

@@ -255,6 +255,11 @@ def load_hardware(source: str | os.PathLike[str] | Hardware) -> Hardware:
     """
     if isinstance(source, Hardware):
         return source
+    if not isinstance(source, str | os.PathLike):
+        raise PlanError(
+            "hardware is a preset's name, a .json or .toml file, or a Hardware (from_dict makes "
+            f"one of a dict); got {source!r}"
+        )
     path = os.fspath(source)
     readers = {".json": Hardware.from_json, ".toml": Hardware.from_toml}
     reader = readers.get(os.path.splitext(path)[1].lower())

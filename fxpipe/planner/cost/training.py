@@ -112,6 +112,12 @@ class Training:
         ):
             if value not in known:
                 raise PlanError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+        groups = self.expert_groups
+        if groups is None:
+            return
+        is_pair = isinstance(groups, tuple) and all(isinstance(count, int) for count in groups)
+        if not is_pair or len(groups) != 2 or not 1 <= groups[0] <= groups[1]:
+            raise PlanError(f"expert_groups is {groups!r}; give so many of so many, such as (4, 8)")
 
     @property
     def is_fused(self) -> bool:

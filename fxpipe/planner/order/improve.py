@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.errors import PlanError, ScheduleError
-from fxpipe.planner.order.orders import Objective, Orders, Ranks, Timing
+from fxpipe.planner.order.orders import Objective, Orders, Ranks, Timing, check_objective
 from fxpipe.planner.order.schedule_bound import lower_bound
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, Timeline, simulate, validate
 from fxpipe.program.generators import SCHEDULES
@@ -89,6 +89,7 @@ def improve(
         PlanError: the program itself does not fit into the memory, and no start does.
         ScheduleError: the program is not valid, or lowered.
     """
+    check_objective(objective)
     edges = edges or Edges.chain(program.num_stages)
     if program.is_lowered:
         raise ScheduleError("improve takes compute-only programs: improve first, then lower")

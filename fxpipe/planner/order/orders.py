@@ -14,20 +14,29 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from fxpipe.errors import PlanError
 from fxpipe.program import Action, Edges, Kind, Program, StageCosts, reads, writes
 from fxpipe.program.memory import kept_at_ends
 from fxpipe.program.play.engine import Times, cost_times
 from fxpipe.program.play.fill import FillWeights
 from fxpipe.program.play.numbering import Numbering
 
-__all__ = ["Objective", "Orders", "Ranks", "Timing"]
+__all__ = ["Objective", "Orders", "Ranks", "Timing", "check_objective"]
 
 Objective = Literal["step", "period"]
 """What is to be short: one step by itself, or the time from step to step without a barrier."""
 
 Ranks = tuple[tuple[Action, ...], ...]
+
+
+def check_objective(objective: object) -> None:
+    """Refuse what is no objective."""
+    if objective not in get_args(Objective):
+        raise PlanError(f"objective is {objective!r}; known: {', '.join(get_args(Objective))}")
+
+
 """Actions of each rank."""
 
 

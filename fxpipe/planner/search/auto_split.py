@@ -24,6 +24,7 @@ from fxpipe.planner.cost.training import Training
 from fxpipe.planner.cost.workload import Workload, workload_of
 from fxpipe.planner.partition.partition import Partition, partition
 from fxpipe.planner.partition.work import Limits
+from fxpipe.planner.search.space import check_whole, wishes_of
 from fxpipe.program import Placement
 
 __all__ = ["DEFAULT_HARDWARE", "REORDER_GAIN", "AutoSplit", "assign", "auto_split", "named_items"]
@@ -71,6 +72,7 @@ def auto_split(
         SplitError: a name is unknown, wishes contradict each other, or there are too few
             places to cut.
     """
+    check_whole(num_stages=num_stages)
     where = placement or Placement.loop(num_stages, num_stages)
     if where.num_stages != num_stages:
         raise SplitError(
@@ -78,8 +80,7 @@ def auto_split(
         )
     return AutoSplit(
         num_stages,
-        dict(pin or {}),
-        tuple(tuple(group) for group in together),
+        *wishes_of(pin, together),
         None if memory_limit is None else _per_rank(memory_limit, where.num_ranks),
         DEFAULT_HARDWARE if hardware is None else load_hardware(hardware),
         None if sizes is None else dict(sizes),

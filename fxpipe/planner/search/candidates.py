@@ -14,16 +14,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fxpipe.errors import PlanError, ScheduleError
+from fxpipe.errors import PlanError
 from fxpipe.planner.cost.parallel import Layout
-from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Training
+from fxpipe.planner.cost.training import Checkpointing
 from fxpipe.planner.partition.work import in_flight
+from fxpipe.planner.search.space import Space
 from fxpipe.program import Edges, Link, Program, StageCosts
-from fxpipe.program.generators import SCHEDULES, ScheduleInfo, get_schedule
+from fxpipe.program.generators import SCHEDULES, ScheduleInfo
 from fxpipe.program.play.engine import Play, cost_times
 from fxpipe.program.play.numbering import Numbering
 
-__all__ = ["Candidate", "Outline", "Space", "candidates", "outline"]
+__all__ = ["Candidate", "Outline", "candidates", "outline"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,53 +98,6 @@ class Candidate:
 
 def _count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
-
-
-@dataclass(frozen=True)
-class Space:
-    """What may be chosen; None leaves the choice to the planner."""
-
-    schedules: tuple[str, ...] | None = None
-    microbatch_sizes: tuple[int, ...] | None = None
-    data_parallel: tuple[int, ...] | None = None
-    stages_per_rank: tuple[int, ...] | None = None
-    checkpointing: tuple[Checkpointing, ...] = CHECKPOINTS
-    tensor_parallel: tuple[int, ...] = (1,)
-    context_parallel: tuple[int, ...] = (1,)
-    expert_parallel: tuple[int, ...] = (1,)
-    sharding: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        if self.schedules is not None:
-            try:
-                names = tuple(get_schedule(name).name for name in self.schedules)
-            except ScheduleError as error:
-                raise PlanError(str(error)) from error
-            object.__setattr__(self, "schedules", names)
-        faults = [
-            f"{name} is {list(values)}"
-            for name in (
-                "stages_per_rank",
-                "microbatch_sizes",
-                "data_parallel",
-                "tensor_parallel",
-                "context_parallel",
-                "expert_parallel",
-            )
-            if (values := getattr(self, name)) is not None and (not values or min(values) < 1)
-        ]
-        if faults:
-            raise PlanError(f"{'; '.join(faults)}; give whole numbers from 1 up")
-        if not self.sharding or not set(self.sharding) <= {0, 1, 2, 3}:
-            raise PlanError(f"sharding is {list(self.sharding)}; give stages of ZeRO, 0 to 3")
-        for mode in self.checkpointing or ("",):
-            try:
-                Training(checkpointing=mode)  # type: ignore[arg-type]
-            except PlanError as error:
-                raise PlanError(
-                    f"checkpointing is {list(self.checkpointing)}; known: "
-                    f"{str(error).split('known: ')[-1]}"
-                ) from error
 
 
 def candidates(
@@ -235,10 +189,22 @@ def _divisors(number: int) -> list[int]:
 
 
 def _sizes(rows: int, allowed: Sequence[int] | None) -> list[int]:
-    """Microbatch sizes for so many rows on one pipeline: powers of two, or what is asked for."""
+    """Microbatch sizes for so many rows on one pipeline: powers of two, or what is asked for.
+
+    Where few powers of two divide the rows, other divisors join, each at most twice the one
+    before if there is such a one.
+    """
     if allowed is not None:
-        return [size for size in allowed if size >= 1 and rows % size == 0]
-    return [size for size in _divisors(rows) if size & (size - 1) == 0]
+        return [size for size in allowed if rows % size == 0]
+    every = _divisors(rows)
+    powers = [size for size in every if size & (size - 1) == 0]
+    if len(powers) >= 4:
+        return powers
+    found = [1]
+    while found[-1] < rows:
+        more = [size for size in every if size > found[-1]]
+        found.append(max((size for size in more if size <= 2 * found[-1]), default=more[0]))
+    return found
 
 
 def _nothing(
@@ -248,10 +214,19 @@ def _nothing(
         f"nothing fits {num_ranks} ranks, a batch of {batch_size} and "
         + (f"{fixed} stages" if fixed is not None else f"a model of {num_items} parts")
     ]
-    widths = [
-        w for w in _divisors(num_ranks) if space.data_parallel is None or w in space.data_parallel
+    inner = [
+        t * c
+        for t, c in itertools.product(space.tensor_parallel, space.context_parallel)
+        if num_ranks % (t * c) == 0
     ]
-    if not widths:
+    widths = [
+        w
+        for w in sorted({w for size in inner for w in _divisors(num_ranks // size)})
+        if space.data_parallel is None or w in space.data_parallel
+    ]
+    if not inner:
+        lines.append(f"tensor times context ranks must divide the {num_ranks} ranks")
+    elif not widths:
         lines.append(f"data_parallel must divide the {num_ranks} ranks")
     elif all(num_ranks // w * min(space.stages_per_rank or (1,)) > num_items for w in widths):
         lines.append("there are more ranks than parts to spread; allow more data parallelism")

@@ -26,7 +26,7 @@ from fxpipe.graph.markers import ancestors, choose_opened
 from fxpipe.graph.pipe import Pipe
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.hardware import Hardware
-from fxpipe.planner.search.candidates import Space
+from fxpipe.planner.search.space import Space, check_whole
 
 __all__ = ["Subject", "opened_for", "subject_of"]
 
@@ -86,8 +86,16 @@ class Subject:
         """The choices that this capture leaves.
 
         Raises:
-            PlanError: microbatch sizes were asked for that the model was not captured with.
+            PlanError: microbatch sizes were asked for that the model was not captured with, or
+                expert parallelism of a model without experts.
         """
+        if not any(parameter.is_expert for parameter in self.costs.parameters.values()):
+            if 1 not in space.expert_parallel:
+                raise PlanError(
+                    f"expert_parallel is {list(space.expert_parallel)}, but no parameter is in "
+                    "'experts' by its name (as in 'layers.0.experts.3.up.weight')"
+                )
+            space = replace(space, expert_parallel=(1,))
         if "batch" in self.traced.hints:
             return space
         rows = _rows_of(self.call)
@@ -119,18 +127,29 @@ def subject_of(
     elif isinstance(model, nn.Module):
         if isinstance(args, torch.Tensor):
             raise PlanError("example_args is a tuple of arguments, got a tensor: write (x,)")
+        if not isinstance(args, Sequence):
+            raise PlanError(f"example_args is a tuple of arguments, got {args!r}")
         traced = capture(model, args, kwargs, opened=set(opened or opened_for(model, num_stages)))
     else:
         raise PlanError(f"plan takes a torch.nn.Module or a Pipe, got {type(model).__name__}")
-    unknown = sorted(set(sizes or ()) - set(traced.hints))
-    if unknown:
-        raise PlanError(
-            f"sizes names {', '.join(unknown)}; this model has {', '.join(traced.hints) or 'none'}"
-        )
+    _check_sizes({} if sizes is None else sizes, traced.hints)
     fused = hardware.fuses_attention
     costs = GraphCosts.of(traced, traced.hints, fused_attention=fused)
     call = (tuple(args), dict(kwargs or {}))
     return Subject(traced, costs, {**traced.hints, **(sizes or {})}, call, stage_of, pipe)
+
+
+def _check_sizes(sizes: object, known: Mapping[str, int]) -> None:
+    if not isinstance(sizes, Mapping):
+        raise PlanError(f"sizes is {sizes!r}; give numbers by name, such as {{'sequence': 8192}}")
+    unknown = sorted(set(map(str, sizes)) - set(known))
+    if unknown:
+        raise PlanError(
+            f"sizes names {', '.join(unknown)}; this model has {', '.join(known) or 'none'}"
+        )
+    check_whole(**{f"sizes[{name!r}]": size for name, size in sizes.items()})
+    if sizes.get("batch", known.get("batch")) != known.get("batch"):
+        raise PlanError("sizes names batch, which follows from microbatches: use microbatch_sizes")
 
 
 def opened_for(model: nn.Module, num_stages: int) -> set[str]:

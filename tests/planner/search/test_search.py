@@ -13,7 +13,9 @@ from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.known_models import gpt, known_model
 from fxpipe.planner.plan import plan
 from fxpipe.planner.plan_text import cost_lines, what_if_rows
+from fxpipe.planner.search.candidates import candidates
 from fxpipe.planner.search.search import Search
+from fxpipe.planner.search.space import Space
 from fxpipe.planner.search.subject import opened_for
 from fxpipe.planner.what_if import what_if
 
@@ -92,6 +94,17 @@ def tiny():
         tensor_parallel=(1, 2), sharding=(0, 1, 3), schedules=["1F1B", "Interleaved1F1B"],
         effort=40_000,
     )  # fmt: skip
+
+
+def test_odd_batches_have_more_microbatch_sizes_than_one():
+    # 15 rows were cut into single rows or not at all, since no power of two divides them.
+    def sizes(rows):
+        space = Space(schedules=("1F1B",))
+        return {c.microbatch_size for c in candidates(1, rows, 8, space, fixed_stages=None)}
+
+    assert sizes(15) == {1, 3, 5, 15}
+    assert sizes(24) == {1, 2, 4, 8}
+    assert sizes(7) == {1, 7}
 
 
 def test_every_option_is_simulated_whole(tiny):

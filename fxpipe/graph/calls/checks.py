@@ -149,10 +149,10 @@ class AgreedLeaf(AgreedSizes):
         super().__init__(place)
         self._shapes, self._dims = shapes, {name: dim for name, (_, dim) in sources.items()}
 
-    def __call__(self, output: object, inputs: Sequence[torch.Tensor]) -> None:
+    def __call__(self, output: object, inputs: Sequence[torch.Tensor | int]) -> None:
         values = {
-            name: int(tensor.shape[dim])
-            for (name, dim), tensor in zip(self._dims.items(), inputs, strict=True)
+            name: int(value.shape[dim]) if isinstance(value, torch.Tensor) else value
+            for (name, dim), value in zip(self._dims.items(), inputs, strict=True)
         }
         super().__call__(
             output, [[evaluate(size, values) for size in shape] for shape in self._shapes]

@@ -29,7 +29,7 @@ from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sizes.symbols import Sizes, Values, number_at
 from fxpipe.torch_inside import known_sizes
 
-__all__ = ["OwnSizes", "StandIns"]
+__all__ = ["OwnSizes", "StandIns", "numbers_in"]
 
 Shapes = list[list[Any]]
 RunAt = Callable[[Args, Kwargs], object]
@@ -39,7 +39,8 @@ RunAt = Callable[[Args, Kwargs], object]
 class OwnSizes:
     """The sizes of the tensors that a leaf returns, by those of its arguments.
 
-    `sources` says which tensor among the arguments, and which dimension, a name stands for.
+    `sources` says which tensor among the arguments, and which dimension, a name stands for;
+    numbers among the arguments count on after the tensors.
     """
 
     shapes: tuple[tuple[object, ...], ...]
@@ -53,34 +54,47 @@ class StandIns:
         self._sizes = sizes
         self._made: dict[sympy.Expr, tuple[sympy.Symbol, torch.SymInt]] = {}
         self._model: dict[sympy.Symbol, sympy.Expr] = {}
+        self._products: list[sympy.Expr] = []
 
     def hidden(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        """Return arguments of stand-in sizes; None if there is more to them than tensors."""
+        """Return arguments of stand-in sizes; None if there is more to them than these."""
         inputs = (args, kwargs)
         parts = [part for part in mutable_parts(inputs) if part is not kwargs]
-        is_number = any(isinstance(leaf, SYMBOLIC) for _, leaf in walk(inputs))
-        if parts or is_number or has_unbacked(inputs, self._sizes.env):
+        if parts or _has_inexact(inputs) or has_unbacked(inputs, self._sizes.env):
             return None
         memo: dict[int, object] = {}
+        numbers = [self._expr(number) for number in numbers_in(inputs)]
 
         def one(leaf: Any) -> object:
+            if isinstance(leaf, torch.SymInt):
+                return self._stand_in(self._expr(leaf))
             if not _has_symbols(leaf):
                 return leaf
             if id(leaf) not in memo:
-                memo[id(leaf)] = self._like(leaf, [self._stand_in(size) for size in leaf.shape])
+                shape = [self._product(self._expr(size), numbers) for size in leaf.shape]
+                memo[id(leaf)] = self._like(leaf, shape)
             return memo[id(leaf)]
 
         made: tuple[Args, Kwargs] = map_leaves(one, inputs)
         return made
 
-    def _stand_in(self, size: Any) -> Any:
-        expr = self._expr(size)
-        if isinstance(expr, int):
-            return expr
+    def _product(self, expr: Any, numbers: Sequence[Any]) -> Any:
+        """Return a stand-in for a size; one that is a product of numbers stays one."""
+        for number in () if isinstance(expr, (int, sympy.Integer)) else numbers:
+            rest = expr / number
+            if expr != number != 1 and rest.as_numer_denom()[1] == 1:
+                found = self._product(rest, numbers) * self._stand_in(number)
+                self._products.append(found.node.expr)
+                return found
+        return self._stand_in(expr)
+
+    def _stand_in(self, expr: Any) -> Any:
+        if isinstance(expr, (int, sympy.Integer)):
+            return int(expr)
         if expr not in self._made:
-            hint = number_at(size, self._sizes.env, {})
+            hint = int(self._at(expr, {}))
             if hint < 2:  # ShapeEnv takes these for numbers
-                return size
+                return self._sizes.env.create_symintnode(expr, hint=hint)
             self._made[expr] = made, _ = self._sizes.stand_in(hint)
             self._model[made] = expr
         return self._made[expr][1]
@@ -119,7 +133,8 @@ class StandIns:
         met = [c for c in met if env.replace(c.xreplace(self._model)) != sympy.true]
         if not met:
             return self._in_model(output, shapes), None
-        stood, self._made = [made for made, _ in self._made.values()], {}  # some are numbers now
+        stood = [*(made for made, _ in self._made.values()), *self._products]
+        self._made, self._products = {}, []  # some are numbers now
         symbols = {s for c in met for s in env.replace(c.xreplace(self._model)).free_symbols}
         ran = self._ran(output, symbols, inputs, run)
         needed = [c for c in met if all(self._holds(c, values) for values, _ in ran)]
@@ -161,6 +176,8 @@ class StandIns:
                 values = {one: value}
 
                 def resized(leaf: Any, values: Values = values) -> object:
+                    if isinstance(leaf, torch.SymInt):
+                        return number_at(leaf, env, values)
                     if not _has_symbols(leaf):
                         return leaf
                     return self._like(leaf, [number_at(size, env, values) for size in leaf.shape])
@@ -176,7 +193,7 @@ class StandIns:
         return found
 
     def _fitting(
-        self, shapes: Shapes, ran: list[tuple[Values, Shapes]], stood: list[sympy.Symbol]
+        self, shapes: Shapes, ran: list[tuple[Values, Shapes]], stood: list[sympy.Expr]
     ) -> Shapes | None:
         """Return sizes that are right wherever the leaf ran; None if no formula is."""
 
@@ -207,6 +224,8 @@ class StandIns:
         for position in used:
             for dim, size in enumerate(tensors[position].shape):
                 sources.setdefault(self._expr(size), (position, dim))
+        for position, number in enumerate(numbers_in(inputs), len(tensors)):
+            sources.setdefault(self._expr(number), (position, 0))
         wanted = {
             s for shape in shapes for e in shape if not isinstance(e, int) for s in e.free_symbols
         }
@@ -243,6 +262,17 @@ class StandIns:
             return self._like(leaf, shape)
 
         return map_leaves(one, output)
+
+
+def numbers_in(value: object) -> list[torch.SymInt]:
+    """Return the sizes that are numbers of their own in a value."""
+    return [leaf for _, leaf in walk(value) if isinstance(leaf, torch.SymInt)]
+
+
+def _has_inexact(value: object) -> bool:
+    """Say whether a symbolic number that is no size is in a value."""
+    leaves = (leaf for _, leaf in walk(value))
+    return any(isinstance(leaf, SYMBOLIC) and not isinstance(leaf, torch.SymInt) for leaf in leaves)
 
 
 def _has_symbols(leaf: Any) -> bool:

@@ -29,6 +29,7 @@ from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues, NoValueError, has_unbacked
 from fxpipe.graph.record.leaf_runs import Handed, LeafOutcome, LeafRuns
+from fxpipe.graph.record.leaf_sizes import numbers_in
 from fxpipe.graph.record.names import Running
 from fxpipe.graph.record.operations import Operations, Writer
 from fxpipe.graph.record.torch_functions import plain_tuples
@@ -233,7 +234,8 @@ class LeafCalls:
             self._writer.check_sizes(outcome.output)
         if outcome.own is not None:
             made = [leaf for _, leaf in walk(outcome.output) if isinstance(leaf, torch.Tensor)]
-            sources = [tensors[index] for index, _ in outcome.own.sources.values()]
+            given = [*tensors, *numbers_in((args, kwargs))]
+            sources = [given[index] for index, _ in outcome.own.sources.values()]
             check = AgreedLeaf(user_frame(), outcome.own.shapes, outcome.own.sources)
             self._writer.call(check, *self._writer.argument((made, sources)))
         observe(module, args, outcome.output)

@@ -347,6 +347,7 @@ def number_at(size: int | torch.SymInt, env: ShapeEnv, values: Values) -> int:
 def flat(size: Any) -> Any:
     """Return a size with one division where it has several: `(s//4 - 1)//2` is `(s - 4)//8`.
 
+    That includes a size padded to whole windows: `s + (4 - s % 4) % 4` is `4*((s + 3)//4)`.
     What torch does with a size takes longer the deeper it is.
     """
     if not isinstance(size, torch.SymInt):
@@ -366,7 +367,32 @@ def _flat(expr: sympy.Basic) -> Any:
         if _is_division(inner):
             base, divisor = inner.args
             return floor_div(base + divisor * rest, divisor * args[1])
-    return expr.func(*args)
+    return _rounded(expr.func(*args))
+
+
+def _rounded(total: Any) -> Any:
+    """Return a sum; a number and the remainder that it leaves, or lacks, become a multiple."""
+    for term in sympy.Add.make_args(total):
+        factor, remainder = term.as_coeff_Mul()
+        if type(remainder).__name__ not in _REMAINDERS:
+            continue
+        (dividend, divisor), up = remainder.args, bool(factor > 0)
+        rest = sympy.expand((total - term) / abs(factor))
+        inner = sympy.Integer(0)
+        for part in sympy.Add.make_args(dividend):
+            sign, value = part.as_coeff_Mul()
+            is_inner = type(value).__name__ in _REMAINDERS and value.args[1] == divisor
+            if not (part / divisor).is_Integer:
+                inner += sign * value.args[0] if is_inner else part
+        number = -inner if up else inner
+        others = sympy.expand(rest - number)
+        if others.free_symbols <= divisor.free_symbols:
+            times = floor_div(number + divisor - 1 if up else number, divisor)
+            return abs(factor) * (divisor * times + others)
+    return total
+
+
+_REMAINDERS = ("Mod", "PythonMod")
 
 
 def _is_division(expr: sympy.Basic) -> bool:

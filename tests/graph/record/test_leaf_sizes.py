@@ -79,6 +79,40 @@ class Even(Tokens):
         return self.linear(x.unflatten(1, (-1, 2)).sum(2))
 
 
+class Windows(nn.Module):
+    """Attends in windows of a picture, whose sides come as numbers beside the pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        side = min(4, height, width)
+        missing = [(side - size % side) % side for size in (height, width)]
+        x = functional.pad(x.view(len(x), height, width, -1), (0, 0, 0, missing[1], 0, missing[0]))
+        rows, columns = x.shape[1] // side, x.shape[2] // side
+        windows = x.view(len(x), rows, side, columns, side, WIDTH).transpose(2, 3)
+        windows = self.linear(windows.flatten(3, 4).cumsum(3)).view(-1, side, side, WIDTH)
+        x = windows.view(-1, rows, columns, side, side, WIDTH).transpose(2, 3)
+        x = x.reshape(len(x), rows * side, columns * side, WIDTH)
+        if missing[0] > 0 or missing[1] > 0:
+            x = x[:, :height, :width]
+        return x.reshape(len(x), height * width, WIDTH)
+
+
+class Picture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Windows() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        x = x.flatten(1, 2)
+        for block in self.blocks:
+            x = x + block(x, height, width)
+        return x
+
+
 class Model(nn.Module):
     def __init__(self, leaf: nn.Module) -> None:
         super().__init__()
@@ -142,3 +176,15 @@ def test_what_a_leaf_needs_is_a_condition_of_the_model() -> None:
     torch.testing.assert_close(pipe(x), model(x))
     with pytest.raises(PipeliningShapeError, match="the model was traced for sizes with"):
         pipe(x[:, :7])
+
+
+def test_a_leaf_that_is_given_sizes_as_numbers_takes_others() -> None:
+    # Sides that are padded to whole windows grew with each block: Swin took two minutes.
+    torch.manual_seed(0)
+    model = Picture().double()
+    x = torch.randn(2, 16, 20, WIDTH).double()
+    pipe = pipeline(model, (x,), split_spec={"blocks.2": SplitPoint.BEGINNING})
+
+    for shape in ((3, 16, 20), (1, 16, 20), (2, 24, 32), (1, 32, 18), (2, 10, 26)):
+        x = torch.randn(*shape, WIDTH).double()
+        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))

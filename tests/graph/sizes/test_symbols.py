@@ -1,5 +1,6 @@
 """Sizes that modules turn into other sizes are followed exactly."""
 
+import itertools
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._sympy.functions import Mod, PythonMod
 
 from fxpipe import Pipe, PipeliningShapeError, SplitPoint, pipeline
 from fxpipe.graph.sizes.symbols import _flat
@@ -151,6 +153,26 @@ def test_a_flat_size_is_the_same_number(seed: int) -> None:
 
     assert all(found.subs(size, n) == nested.subs(size, n) for n in range(1, 60))
     assert found.count(type(floor_div(size, 2))) <= 1
+
+
+@pytest.mark.parametrize("factor", [1, 24])
+@pytest.mark.parametrize("window", [1, 4, sympy.Symbol("w", integer=True, positive=True)])
+def test_a_flat_size_has_no_remainders(window: int | sympy.Symbol, factor: int) -> None:
+    # Torch took minutes for sizes that were padded to whole windows again and again.
+    size = sympy.Symbol("s", integer=True, positive=True)
+    padded = [
+        size + PythonMod(window - Mod(size, window), window),
+        size + PythonMod(-size, window),
+        size + window - Mod(size, window),
+        size - Mod(size, window),
+    ]
+
+    for nested in (factor * (part + 1) for part in padded):
+        found = _flat(sympy.expand(nested))
+        assert not found.has(Mod, PythonMod)
+        for n, w in itertools.product(range(1, 20), range(1, 8)):
+            values = {size: n, window: w} if isinstance(window, sympy.Symbol) else {size: n}
+            assert found.xreplace(values) == nested.xreplace(values)
 
 
 class Scaled(nn.Module):

@@ -141,9 +141,10 @@ class GraphCosts:
         key = tuple(sorted({**self.example, **sizes}.items()))
         if key not in self._seen:
             seen: dict[fx.Node, Observation] = {}
-            for node in self.kinds.values():
-                if node not in seen:
-                    seen[node] = self.bench.observe(node, dict(key))
+            with self.bench.many():
+                for node in self.kinds.values():
+                    if node not in seen:
+                        seen[node] = self.bench.observe(node, dict(key))
             self._seen[key] = {name: seen[node] for name, node in self.kinds.items()}
         return self._seen[key]
 

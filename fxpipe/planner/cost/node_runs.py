@@ -34,7 +34,7 @@ from fxpipe.graph.record.call_keys import module_key
 from fxpipe.graph.record.tape import Constant, StageDevice
 from fxpipe.graph.sandbox.fake import FakeState, unlogged
 from fxpipe.graph.sandbox.patches import Seer, intercepted
-from fxpipe.graph.sandbox.restore import preserved, preserved_random, preserved_values
+from fxpipe.graph.sandbox.restore import Places, preserved, preserved_random, preserved_values
 from fxpipe.planner.cost.mask_runs import MaskRuns, Sizes
 from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.watch import entry, observe
@@ -76,8 +76,19 @@ class Bench:
         self._known: dict[Hashable, Observation] = {}
         self._kinds: dict[str, Hashable] = {}
         self._masks = MaskRuns(traced)
+        self._far: Places | None = None
         self.grows = _growing(traced)
         self.runs = 0
+
+    @contextlib.contextmanager
+    def many(self) -> Iterator[None]:
+        """Observe several nodes: what lies beyond a node's own modules is put back at the end."""
+        self._far = Places(self.traced.module)
+        try:
+            yield
+        finally:
+            self._far.restore()
+            self._far = None
 
     def observe(self, node: fx.Node, sizes: Sizes) -> Observation:
         """What a node costs at given sizes."""
@@ -244,6 +255,8 @@ class Bench:
 
     @contextlib.contextmanager
     def _real(self, module: nn.Module | None) -> Iterator[None]:
+        if self._far is not None:
+            self._far.restore()  # fake tensors that earlier nodes have left
         with contextlib.ExitStack() as stack:
             self._enter(stack, module)
             grads: list[tuple[nn.Parameter, Any]] = []
@@ -260,7 +273,7 @@ class Bench:
 
     def _enter(self, stack: contextlib.ExitStack, module: nn.Module | None) -> None:
         if module is not None:
-            stack.enter_context(preserved(module))
+            stack.enter_context(preserved(module, far=self._far is None))
             stack.enter_context(intercepted(module, Seer()))
         stack.enter_context(unlogged())
         stack.enter_context(torch.inference_mode(False))

@@ -30,6 +30,8 @@ from tests.distributed.test_held import most_sends
 RANKS, MICROBATCHES = 3, 12
 FORWARD = 0.1  # seconds; a backward takes twice as long
 LATENCY = 0.02  # at most, of a forward
+LATENCIES = (LATENCY, 0.3, 0.5)  # simulated
+SIZES = ((3, 12), (8, 32))  # ranks and microbatches that are simulated
 MODELS = ("rank", "direction")
 TIMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 
@@ -94,13 +96,15 @@ def steps(rank: int, schedule: str, count: int) -> dict[str, float]:
     }
 
 
-def simulated(schedule: str, num_ranks: int, streams: Any) -> float:
+def simulated(
+    schedule: str, num_ranks: int, num_microbatches: int, latency: float, streams: Any
+) -> float:
     info = SCHEDULES[schedule]
     num_stages = num_ranks if info.stages_per_rank[1] == 1 else 2 * num_ranks
     share = num_ranks / num_stages
     cost = StageCost(forward=share, backward_input=share, backward_weight=share)
-    costs = StageCosts((cost,) * num_stages, link=Link(latency=LATENCY * share))
-    program = info.generator(num_ranks, num_stages, 4 * num_ranks)
+    costs = StageCosts((cost,) * num_stages, link=Link(latency=latency * share))
+    program = info.generator(num_ranks, num_stages, num_microbatches)
     return simulate(lower(program, costs=costs, streams="rank"), costs, streams=streams).makespan
 
 
@@ -115,14 +119,15 @@ def main() -> None:
     for what in list(every[0])[len(MODELS) :]:
         rows += [[what, f"{max(one[what] for one in every):.1f}"]]
     print("\n".join(aligned(rows, left=(0,), rule=True)), end="\n\n")
-    rows = [["one queue per rank / one per direction", "4 ranks", "8 ranks", "measured"]]
+    head = [f"{ranks} ranks, {latency}" for latency in LATENCIES for ranks, _ in SIZES]
+    rows = [["one queue per rank / one per direction", *head, "measured"]]
     for schedule in TIMED:
-        ratios = [
-            simulated(schedule, n, "rank") / simulated(schedule, n, "direction") for n in (4, 8)
-        ]
+        ratios = []
+        for place in [(*size, latency) for latency in LATENCIES for size in SIZES]:
+            one, many = (simulated(schedule, *place, model) for model in MODELS)
+            ratios.append(one / many)
         one, many = (max(ranks[model] for ranks in found[schedule]) for model in MODELS)
-        ratios.append(one / many)
-        rows.append([schedule, *(f"{ratio:.4f}" for ratio in ratios)])
+        rows.append([schedule, *(f"{ratio:.3f}" for ratio in (*ratios, one / many))])
     print("\n".join(aligned(rows, left=(0,), rule=True)))
 
 

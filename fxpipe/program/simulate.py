@@ -4,12 +4,12 @@ In:  a program, costs and the edges between stages.
 Out: a `Timeline`.
 
 A lowered program is simulated exactly as it runs: each rank's thread takes its
-actions in order, SEND and RECV are posted to a stream, a stream carries one
-transfer at a time in posting order once both halves are posted, UNSHARD and
-REDUCE_GRAD run in order beside the thread, OFFLOAD and RELOAD likewise on the link to the
-host, and a compute action waits for all that it reads. If the costs do not overlap
-transfers, a transfer occupies both of its ranks from the moment both are ready for it, and
-UNSHARD and REDUCE_GRAD hold their rank.
+actions in order, SEND and RECV are posted to a stream (activations and gradients have
+their own), a stream carries one transfer at a time in posting order once both halves
+are posted, UNSHARD and REDUCE_GRAD run in order beside the thread, OFFLOAD and RELOAD
+likewise on the link to the host, and a compute action waits for all that it reads. If
+the costs do not overlap transfers, a transfer occupies both of its ranks from the moment
+both are ready for it, and UNSHARD and REDUCE_GRAD hold their rank.
 
 A compute-only program is simulated with every transfer on its own: a value
 takes its transfer time from the end of its producer and waits for nothing else. If
@@ -51,9 +51,10 @@ def simulate(
         0.2727...
 
     Without costs, `StageCosts.uniform`: one rank's share of a microbatch takes 1 for each
-    of F, I and W, and transfers take no time. `streams` says which messages of a rank
-    share a queue; see `fxpipe.program.play.queues`. `max_outstanding_sends` is the schedules'
-    option: before it sends, a rank of a lowered program waits for the send so many before.
+    of F, I and W, and transfers take no time. `streams` says which activations of a rank
+    share a queue, and likewise which gradients; see `fxpipe.program.play.queues`.
+    `max_outstanding_sends` is the schedules' option: before it sends, a rank of a lowered
+    program waits for the send so many before.
 
     Raises:
         ScheduleError: the program is not valid.
@@ -114,7 +115,7 @@ class _Simulation(Dispatch):
         self.posted: dict[Place, float] = {}
         self._program, self._costs = program, costs
         self._exclusive = not costs.overlaps_transfers
-        self._queues: Queues[tuple[_Moment, Place]] = Queues(numbering, streams)
+        self._queues: Queues[tuple[_Moment, Place]] = Queues(numbering, streams, lanes=True)
         self._queue_free: dict[QueueKey, _Moment] = {}
         self._collectives: list[_Moment] = [_START] * program.num_ranks
         self._unsharded: dict[int, _Moment] = {}

@@ -117,7 +117,7 @@ def test_links_may_differ_by_direction_and_edges_by_size():
 
 def test_a_message_waits_for_those_before_it_on_its_stream():
     # Rank 0 has 0F1 at 2, but the pair's next message is the gradient that rank 1 has at
-    # 4. With a stream for each direction nothing is in the way.
+    # 4, and only then rank 1 receives. With a stream for each direction nothing is in the way.
     program = Program.parse("""
         rank 0: 0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 0RECV_B1 0B1
         rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1
@@ -128,6 +128,20 @@ def test_a_message_waits_for_those_before_it_on_its_stream():
     assert "0SEND_F1@2-2" in spans(simulate(eager, streams="direction"), transfers=True)
     with pytest.raises(ScheduleError, match="message order"):
         simulate(eager)
+
+
+def test_activations_and_gradients_do_not_wait_for_each_other():
+    # They have a communicator each. The gradient used to wait for the second activation, until 9.
+    program = Program.parse("""
+        rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1
+        rank 1: 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+    """)
+    costs = StageCosts.uniform(program.placement, link=Link(latency=4.0))
+
+    for streams in ("pair", "rank"):
+        shown = spans(simulate(program, costs, streams=streams), transfers=True)
+        assert "0SEND_F1@5-9" in shown
+        assert "0RECV_B0@8-12" in shown
 
 
 def test_transfers_that_do_not_overlap_hold_both_ranks():

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, Literal, TypeVar
 
+from fxpipe.program.action import ValueKind
 from fxpipe.program.play.engine import Play
 from fxpipe.program.play.numbering import Numbering
 
@@ -29,21 +30,26 @@ Meeting = tuple[int, Half, Half]
 
 
 class Queues(Generic[Half]):
-    """The queues of all ranks; each half is kept with what the caller says about it."""
+    """The queues of all ranks; each half is kept with what the caller says about it.
 
-    def __init__(self, numbering: Numbering, streams: Streams) -> None:
-        self._numbering, self._streams = numbering, streams
+    With `lanes` activations and gradients do not share a queue: each have a communicator.
+    """
+
+    def __init__(self, numbering: Numbering, streams: Streams, *, lanes: bool = False) -> None:
+        self._numbering, self._streams, self._lanes = numbering, streams, lanes
         self._queues: dict[QueueKey, deque[int]] = {}
         self._halves: dict[tuple[int, int], Half] = {}
 
     def keys(self, number: int) -> tuple[QueueKey, QueueKey]:
         """The queues of a value's sender and of its receiver."""
-        source, target = self._numbering.ends(self._numbering.value(number))
+        value = self._numbering.value(number)
+        source, target = self._numbering.ends(value)
+        lane = int(self._lanes and value.kind is ValueKind.ACTIVATION)
         if self._streams == "rank":
-            return (source,), (target,)
+            return (source, lane), (target, lane)
         if self._streams == "pair":
-            return (source, target), (target, source)
-        return (source, source, target), (target, source, target)
+            return (source, lane, target), (target, lane, source)
+        return (source, lane, source, target), (target, lane, source, target)
 
     def post(self, rank: int, number: int, half: Half) -> list[Meeting[Half]]:
         """Put half a transfer into its queue; return the transfers that begin now, in order."""

@@ -145,6 +145,8 @@ def plan(
     subject = subject_of(model, example_args, example_kwargs, most, where, sizes, opened)
     if profile is not None:
         profile.check(node.name for node in subject.costs.nodes)
+    if subject.pipe is not None and (pins or groups):
+        raise PlanError("a Pipe keeps its stages: pin and together are for a model that is cut")
     pricing = Pricing(
         subject.costs,
         subject.sizes,
@@ -197,12 +199,12 @@ class Question:
             num_blocks=len(subject.blocks),
         )
         options = Search(pricing).run(found, budget=effort, progress=progress)
+        asked = self
+        if options and (options[0].missing(limit) > 0 or options[0].imbalance > _UNEVEN):
+            asked, options = self._with_finer_cuts(options, max(effort // 4, 1))
+            subject = asked.subject
         if not options or options[0].missing(limit) > 0:
             raise PlanError(shortage_text(options, self.num_ranks, limit, len(found)))
-        asked = self
-        if options[0].imbalance > _UNEVEN:
-            asked, options = self._with_finer_cuts(options, effort // 4)
-            subject = asked.subject
         if self.improve:
             better = options[0].rearranged(pricing.hardware, limit, pricing.objective)
             options = [better, *options[1:]]
@@ -222,15 +224,17 @@ class Question:
         )
 
     def _with_finer_cuts(self, options: list[Option], effort: int) -> tuple[Question, list[Option]]:
-        """The best options again with cuts inside blocks, if that makes the step shorter."""
+        """The best options again with cuts inside blocks, if they fit then or are quicker."""
         finer = self.subject.opened_up(self.pricing.hardware)
         if finer is None or self.pricing.profile is not None:
             return self, options
         pricing = replace(self.pricing, costs=finer.costs)
         again = [option.candidate for option in options[:8] if option.candidate.pipeline > 1]
         found = Search(pricing).run(again, budget=effort)
-        limit = pricing.memory_limit
-        if not found or found[0].missing(limit) or found[0].step_time > 0.99 * options[0].step_time:
+        if not found or found[0].missing(pricing.memory_limit) > 0:
+            return self, options
+        fits = options[0].missing(pricing.memory_limit) <= 0
+        if fits and found[0].step_time > 0.99 * options[0].step_time:
             return self, options
         return replace(self, subject=finer, pricing=pricing), found
 
@@ -378,6 +382,9 @@ class Plan:
             data = json.loads(text)
             if data["format"] != _FORMAT:
                 raise PlanError(f"the plan has format {data['format']}; this version reads 1")
+            check_whole(num_ranks=data["num_ranks"], batch_size=data["batch_size"])
+            if not data["options"]:
+                raise PlanError("this is not a saved plan: it has no options")
             return Plan(
                 tuple(Option.from_dict(option) for option in data["options"]),
                 Hardware.from_dict(data["hardware"]),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "convolution", "memory
 # bandwidth and covers every operation that moves more than it computes.
 _NOT_NEGATIVE = (
     "overhead", "launch", "half_intensity", "jitter", "context", "channels", "reserve",
-    "holes",
+    "holes", "error",
 )  # fmt: skip
 _USUAL = MappingProxyType({"matmul": 0.7, "attention": 0.5, "convolution": 0.5, "memory": 0.8})
 
@@ -96,7 +97,6 @@ class Hardware:
             for name, value in (
                 ("memory_bandwidth", self.memory_bandwidth),
                 ("memory", self.memory),
-                ("ranks_per_node", self.ranks_per_node),
                 *((f"flops[{key!r}]", value) for key, value in self.flops.items()),
             )
             if not _is_number(value) or not value > 0
@@ -105,6 +105,13 @@ class Hardware:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 faults.append(f"{name} is {value!r}; it must be at least 0")
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            faults.append(f"ranks_per_node is {self.ranks_per_node!r}; it must be a whole number")
+        faults += [
+            f"{name} is {getattr(self, name)!r}; it must be true or false"
+            for name in ("overlaps_transfers", "fuses_attention")
+            if not isinstance(getattr(self, name), bool)
+        ]
         for name in ("intra_share", "inter_share"):
             value = getattr(self, name)
             if not _is_number(value) or not 0 < value <= 1:
@@ -288,7 +295,7 @@ _WIDER: Mapping[str, str | None] = MappingProxyType(
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _key(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.graph_costs import Parameter
@@ -17,6 +17,7 @@ from fxpipe.planner.cost.observation import Observation, Op
 from fxpipe.planner.cost.parallel import Layout
 
 __all__ = [
+    "CHECKPOINTINGS",
     "CHECKPOINTS",
     "KERNELS",
     "OPTIMIZERS",
@@ -45,6 +46,9 @@ _SHARES: Mapping[str, float] = MappingProxyType(
         "full": 1.0,
     }
 )
+
+CHECKPOINTINGS: tuple[Checkpointing, ...] = get_args(Checkpointing)
+"""All ways, from the plainest on."""
 
 OPTIMIZERS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {

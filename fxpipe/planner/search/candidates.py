@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.parallel import Layout
-from fxpipe.planner.cost.training import Checkpointing
+from fxpipe.planner.cost.training import CHECKPOINTINGS, Checkpointing
 from fxpipe.planner.partition.work import in_flight
 from fxpipe.planner.search.space import Space
 from fxpipe.program import Edges, Link, Program, StageCosts
@@ -65,6 +65,11 @@ class Candidate:
             self.data_parallel,
             self.sharding,
         )
+
+    @property
+    def extras(self) -> tuple[bool, int]:
+        """What it does beside computing, to put the plainest of equal options first."""
+        return bool(self.offload), CHECKPOINTINGS.index(self.checkpointing)
 
     @property
     def is_buildable(self) -> bool:
@@ -228,6 +233,8 @@ def _nothing(
         lines.append(f"tensor times context ranks must divide the {num_ranks} ranks")
     elif not widths:
         lines.append(f"data_parallel must divide the {num_ranks} ranks")
+    elif fixed is not None:
+        lines.append(f"a pipe of {fixed} stages needs as many ranks, or half or a quarter of them")
     elif all(num_ranks // w * min(space.stages_per_rank or (1,)) > num_items for w in widths):
         lines.append("there are more ranks than parts to spread; allow more data parallelism")
     elif all(batch_size % w for w in widths):

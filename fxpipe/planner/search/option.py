@@ -18,6 +18,7 @@ from fxpipe.planner.order.orders import Objective
 from fxpipe.planner.search.candidates import Candidate
 from fxpipe.planner.search.estimate import Memory, Prediction, edges_of, predict, stage_costs
 from fxpipe.program import Edges, Placement, Program, StageCosts, Timeline, lower, simulate
+from fxpipe.program.generators import get_schedule
 from fxpipe.text import bytes_text
 
 __all__ = ["Option", "why_slower"]
@@ -156,8 +157,10 @@ class Option:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Option:
+        candidate = Candidate(**data["candidate"])
+        get_schedule(candidate.schedule)  # raises where this version does not know it
         return Option(
-            Candidate(**data["candidate"]),
+            candidate,
             Prediction(
                 data["step_time"],
                 data["makespan"],

@@ -122,7 +122,8 @@ class Search:
             """By time and, where guesses are within 3 % of each other, short steps first."""
             guess = guesses[candidate]
             near = round(math.log(guess.time) / 0.03) if guess.time > 0 else -math.inf
-            return guess.memory > limit, near, _num_actions(candidate), guess.time, candidate
+            short, plain = _num_actions(candidate), candidate.extras
+            return guess.memory > limit, near, short, guess.time, plain, candidate
 
         order = sorted((c for c in found if _num_actions(c) <= _LARGEST), key=place)
         tried: dict[Candidate, Option] = {}
@@ -135,6 +136,8 @@ class Search:
         if not self._fitting(tried):
             least = sorted(found, key=lambda c: (guesses[c].memory, c))
             for candidate in [c for c in least if c not in tried][:12]:
+                if self._used > budget and self._fitting(tried):
+                    break
                 option = self._try(candidate)
                 if option is not None:
                     tried[candidate] = option
@@ -188,7 +191,7 @@ class Search:
             if option is None:
                 continue
             tried[candidate] = option
-            low[name] = min(low.get(name, math.inf), option.peak / guess.memory)
+            low[name] = min(low.get(name, math.inf), option.peak / (guess.memory or 1.0))
             if option.missing(limit) <= 0:
                 best = min(best, option.step_time)
 
@@ -203,16 +206,23 @@ class Search:
         """Cut the best options again by their steps."""
         limit = self.pricing.memory_limit
 
+        def place(option: Option) -> tuple[object, ...]:
+            extras = option.candidate.extras
+            return option.missing(limit), option.step_time, option.peak, extras, option.candidate
+
         def ranked() -> list[Option]:
-            return sorted(
-                tried.values(), key=lambda o: (o.missing(limit), o.step_time, o.peak, o.candidate)
-            )
+            """From the best on, without what changes nothing: of equal options the plainest."""
+            found: dict[object, Option] = {}
+            for option in sorted(tried.values(), key=place):
+                plain = replace(option.candidate, checkpointing="none", offload=0)
+                found.setdefault((plain, option.step_time, option.peak), option)
+            return list(found.values())
 
         order = ranked()
         fits = bool(order) and order[0].missing(limit) <= 0
         chosen = order[:16]
         for number, option in enumerate(chosen):
-            if fits and number >= 4 and self._used > budget:
+            if fits and self._used > (budget if number >= 4 else 4 * budget):
                 break
             tell(budget * 7 // 10 + budget * number // len(chosen) // 5, budget)
             better = self.refine(option, budget=max(budget - self._used, budget // 4) // 4)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import PlanError
+from fxpipe.errors import PlanError, TraceError
 from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import work_nodes
@@ -80,7 +80,10 @@ class Subject:
             return None
         sizes = {name: size for name, size in self.sizes.items() if name in self.traced.hints}
         opened = {*self.traced.opened, *inside}
-        return subject_of(self.traced.module, *self.call, 0, hardware, sizes, opened)
+        try:
+            return subject_of(self.traced.module, *self.call, 0, hardware, sizes, opened)
+        except TraceError:
+            return None  # a block whose code looks at values stays whole
 
     def narrowed(self, space: Space) -> Space:
         """The choices that this capture leaves.
@@ -129,7 +132,7 @@ def subject_of(
             raise PlanError("example_args is a tuple of arguments, got a tensor: write (x,)")
         if not isinstance(args, Sequence):
             raise PlanError(f"example_args is a tuple of arguments, got {args!r}")
-        traced = capture(model, args, kwargs, opened=set(opened or opened_for(model, num_stages)))
+        traced = _captured(model, args, kwargs, num_stages, opened)
     else:
         raise PlanError(f"plan takes a torch.nn.Module or a Pipe, got {type(model).__name__}")
     _check_sizes({} if sizes is None else sizes, traced.hints)
@@ -137,6 +140,28 @@ def subject_of(
     costs = GraphCosts.of(traced, traced.hints, fused_attention=fused)
     call = (tuple(args), dict(kwargs or {}))
     return Subject(traced, costs, {**traced.hints, **(sizes or {})}, call, stage_of, pipe)
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    num_stages: int,
+    opened: Iterable[str] | None,
+) -> TracedGraph:
+    """A capture for so many stages; for no more than blocks where code in them looks at values."""
+    if opened is not None:
+        return capture(model, args, kwargs, opened=set(opened))
+    try:
+        return capture(model, args, kwargs, opened=opened_for(model, num_stages))
+    except TraceError as error:
+        fewer = opened_for(model, min(num_stages, max(len(_blocks(model)), 2)))
+        if fewer == opened_for(model, num_stages):
+            raise
+        try:
+            return capture(model, args, kwargs, opened=fewer)
+        except TraceError:
+            raise error from None
 
 
 def _check_sizes(sizes: object, known: Mapping[str, int]) -> None:
@@ -191,10 +216,11 @@ def _stages_of(traced: TracedGraph) -> dict[str, int]:
 
 
 def _blocks(model: nn.Module) -> list[str]:
-    """The modules of the most frequent kind that has parts."""
+    """The modules of the most frequent kind that has parts; experts are parts of one."""
     kinds: dict[type, list[str]] = {}
     for name, part in model.named_modules():
         has_parts = any(True for _ in part.children()) and any(True for _ in part.parameters())
+        has_parts = has_parts and ".experts." not in f".{name}."
         if has_parts and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             kinds.setdefault(type(part), []).append(name)
     found = max(kinds.values(), key=len, default=[])

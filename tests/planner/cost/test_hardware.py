@@ -117,6 +117,16 @@ def test_senseless_numbers_are_refused_together():
     assert "memory is -1" in message
     assert "flops has 'float31'" in message
     assert "efficiency['matmul'] is 7" in message
+    # Half a rank per node, and words for numbers, were taken in silence.
+    with pytest.raises(PlanError) as caught:
+        Hardware.from_toml(
+            "base = 'H100'\nranks_per_node = 2.5\nreserve = nan\nerror = '6%'\n"
+            "overlaps_transfers = 'yes'"
+        )
+    for fault in (
+        "ranks_per_node is 2.5", "reserve is nan", "error is '6%'", "overlaps_transfers is 'yes'",
+    ):  # fmt: skip
+        assert fault in str(caught.value)
 
 
 def test_text_that_is_not_json_or_toml_is_refused(tmp_path):

@@ -454,28 +454,41 @@ def leave_sharded_pass(group: Any) -> None:
 
 
 def take_gathered_gradient(held: Any) -> torch.Tensor | None:
-    """Take the gradient that a sharded parameter has not reduced; zero_grad() does not see it."""
+    """Take the gradient that a sharded parameter has not reduced; zero_grad() does not see it.
+
+    One that is wider than the parameter stands beside `.grad`, and in torch 2.15 there, too.
+    """
     gathered = getattr(held, "_unsharded_param", None)
     if gathered is None:
         return None
-    total: torch.Tensor | None = held.unsharded_accumulated_grad
     fresh: torch.Tensor | None = gathered.grad
-    held.unsharded_accumulated_grad = gathered.grad = None
-    if fresh is None or total is None:
-        found = total if fresh is None else fresh
-        return found if found is None or held.reduce_dtype is None else found.to(held.reduce_dtype)
-    return total.add_(fresh)
+    gathered.grad = None
+    dtype = _sum_dtype(held)
+    if hasattr(held, "unsharded_grad_dtype") or held.unsharded_accumulated_grad is None:
+        return fresh if fresh is None or dtype is None else fresh.to(dtype)
+    total: torch.Tensor = held.unsharded_accumulated_grad
+    held.unsharded_accumulated_grad = None
+    return total if fresh is None else total.add_(fresh)
 
 
 def put_gathered_gradient(held: Any, gradient: torch.Tensor | None) -> None:
     """Give a sharded parameter a gradient to reduce; zeros by default."""
-    gathered = held._unsharded_param
+    gathered, dtype = held._unsharded_param, _sum_dtype(held)
     if gradient is None:
-        gradient = torch.zeros_like(gathered, dtype=held.reduce_dtype)
-    if held.reduce_dtype in (None, gathered.dtype):
+        gradient = torch.zeros_like(gathered, dtype=dtype)
+    if hasattr(held, "unsharded_grad_dtype"):
+        gathered.grad_dtype = gradient.dtype  # else it must be the dtype of the latest backward
+        gathered.grad = gradient
+    elif dtype in (None, gathered.dtype):
         gathered.grad = gradient
     else:
         held.unsharded_accumulated_grad = gradient
+
+
+def _sum_dtype(held: Any) -> torch.dtype | None:
+    """Return the dtype in which microbatches' gradients are added up, if it is a given one."""
+    found: torch.dtype | None = getattr(held, "unsharded_grad_dtype", held.reduce_dtype)
+    return found
 
 
 warn_of_version(torch.__version__)

@@ -91,6 +91,8 @@ PRIVATE: dict[str, str] = {
     "has failed leaves sharded parameters in",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_unsharded_param": "holds a gradient that "
     "a failed step has left",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:unsharded_grad_dtype|"
+    "unsharded_accumulated_grad": "sums of gradients that are wider than the parameter",
     "torch.distributed.tensor._api:_local_tensor": "this rank's part of a sharded tensor",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:_checkpoint_wrapped_module": "a "
     "word in parameter names that the wrapper adds",

@@ -35,6 +35,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind, neighbour
 
 __all__ = [
+    "WAIT",
     "parse_action",
     "parse_rows",
     "read_json",
@@ -52,6 +53,10 @@ _ACTION = re.compile(
     rf"(?P<microbatch>{_NUMBER})?"
     rf"((?P<arrow>[<>])(?P<peer>{_NUMBER}))?"
 )
+WAIT = re.compile(
+    rf"(?P<stage>{_NUMBER})(?P<kind>WAIT_(?:SEND_F|SEND_B|REDUCE_GRAD))(?P<microbatch>{_NUMBER})?"
+)
+"""What torch 2.15 adds when it lowers. It is no action here: whatever is begun is waited for."""
 _PAIR = re.compile(rf"\((?P<parts>[^()]*)\){Kind.OVERLAP.text}")
 _EXAMPLES = "expected an action such as 2F0, 1B3, 0SEND_F1, 1UNSHARD or (0F5;7B1)OVERLAP_F_B"
 
@@ -107,7 +112,7 @@ def _parse_pair(text: str, inside: str) -> Action:
 
 
 def parse_rows(rows: Sequence[Sequence[str]]) -> list[list[Action]]:
-    """The actions in each row; empty cells are idle steps and are left out.
+    """The actions in each row; empty cells are idle steps and are left out, and so are waits.
 
     Raises:
         ScheduleError: lists every cell that cannot be read and every row without actions.
@@ -118,7 +123,7 @@ def parse_rows(rows: Sequence[Sequence[str]]) -> list[list[Action]]:
         actions: list[Action] = []
         for column, cell in enumerate(row):
             text = cell.strip(" ")
-            if text:
+            if text and not WAIT.fullmatch(text):
                 try:
                     actions.append(parse_action(text))
                 except ScheduleError as error:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Kind
-from fxpipe.program.formats.text import parse_action, write_csv
+from fxpipe.program.formats.text import WAIT, parse_action, write_csv
 from fxpipe.program.program import Program
 
 __all__ = ["_Action", "_ComputationType", "computes_of", "order_of", "program_of_order"]
@@ -87,11 +87,10 @@ class _Action(NamedTuple):
         text = action_string.strip()
         if not text:
             return None
-        for wait in ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"):
-            stage, found, microbatch = text.partition(wait)
-            if found and stage.isdecimal() and (microbatch.isdecimal() or not microbatch):
-                number = int(microbatch) if microbatch else None
-                return _Action(int(stage), _ComputationType(wait), number)
+        wait = WAIT.fullmatch(text)
+        if wait is not None:
+            number = wait["microbatch"] and int(wait["microbatch"])
+            return _Action(int(wait["stage"]), _ComputationType(wait["kind"]), number)
         return _Action.of(parse_action(text))
 
     @property

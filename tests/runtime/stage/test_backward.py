@@ -37,7 +37,7 @@ def freeze_all(module: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, for jvp
 @pytest.mark.parametrize("wants_grad", [True, False], ids=["input_grad", "no_input_grad"])
 @pytest.mark.parametrize(
     ("name", "frozen"),

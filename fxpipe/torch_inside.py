@@ -441,7 +441,13 @@ def prepare_sharded(root: Any) -> None:
 
 def finish_sharded_backward(root: Any) -> None:
     """Do what FSDP2 does when the backward of a root module has ended."""
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state = root._get_fsdp_state()
+    if getattr(state._state_ctx, _MANUAL, False) is None:
+        setattr(state._state_ctx, _MANUAL, False)  # torch 2.15 asks for it; no backward has set it
+    state._root_post_backward_final_callback()
+
+
+_MANUAL = "manual_backward_finalization_active"
 
 
 def leave_sharded_pass(group: Any) -> None:

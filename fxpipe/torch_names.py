@@ -87,6 +87,7 @@ PRIVATE: dict[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state:_lazy_init": "makes a module a root",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_root_post_backward_final_callback": "waits "
     "for the reduced gradients",
+    "torch.distributed.fsdp._fully_shard._fsdp_state:_state_ctx": "whether a backward has begun",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group:_training_state": "what a forward that "
     "has failed leaves sharded parameters in",
     "torch.distributed.fsdp._fully_shard._fsdp_param:_unsharded_param": "holds a gradient that "

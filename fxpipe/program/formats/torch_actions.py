@@ -89,7 +89,7 @@ class _Action(NamedTuple):
             return None
         wait = WAIT.fullmatch(text)
         if wait is not None:
-            number = wait["microbatch"] and int(wait["microbatch"])
+            number = int(wait["microbatch"]) if wait["microbatch"] else None
             return _Action(int(wait["stage"]), _ComputationType(wait["kind"]), number)
         return _Action.of(parse_action(text))
 

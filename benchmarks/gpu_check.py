@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--width", type=_count, default=None, help="of a layer")
     parser.add_argument("--rows", type=_count, default=None, help="of a microbatch")
     parser.add_argument("--steps", type=_count, default=5, help="that are timed")
+    parser.add_argument("--timeout", type=_count, default=120, help="seconds that a step may take")
     parser.add_argument("--ways", type=_count, default=len(REAL), help="try so many of the ways")
     parser.add_argument("--report", default="out/gpu-check.txt")
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)
@@ -146,8 +147,8 @@ def _launch(
             **os.environ, **environment, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "FOLDER": folder,
         }  # fmt: skip
-        command = [sys.executable, "-m", "benchmarks.gpu_check", *sys.argv[1:], "--way", str(way)]
-        command += ["--dies"] if dies else []
+        command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_check"]
+        command += [*sys.argv[1:], "--way", str(way)] + (["--dies"] if dies else [])
         ranks = []
         for rank in range(num_ranks):
             # Not a pipe: one that nobody reads yet stops the rank that writes to it.
@@ -308,18 +309,20 @@ class _Made:
         make = package.PipelineStage if package else PipelineStage
         stages = [make(self.modules[i], i, self.num_stages, device) for i in self.indices]
         found = (package.schedules.get_schedule_class if package else get_schedule_class)(schedule)
+        if package is None:
+            options = {"timeout": shape.timeout, **options}
         alone = package is not None and schedule in ("GPipe", "1F1B")
         self.schedule = found(stages[0] if alone else stages, MICROBATCHES, loss_fn=_mse, **options)
         generator = torch.Generator().manual_seed(1)
         self.rows = shape.rows
         self.x = torch.randn(MICROBATCHES * self.rows, shape.width, generator=generator).to(device)
 
-    def step(self) -> None:
+    def step(self, **options: Any) -> None:
         for i in self.indices:
             self.modules[i].zero_grad()
         args = (self.x,) if 0 in self.indices else ()
         target = {"target": self.x} if self.num_stages - 1 in self.indices else {}
-        self.schedule.step(*args, **target)
+        self.schedule.step(*args, **target, **options)
 
     def gradients(self) -> list[Tensor]:
         """Copies, to be compared once no rank waits for this one."""
@@ -349,7 +352,7 @@ def _train(
     made.step()
     first = made.gradients()
     found = {"ms": _milliseconds(made.step, device, options.steps)}
-    found["peak"] = bytes_text(_peak(made.step, device))
+    found["peak"] = bytes_text(_peak(lambda: made.step(return_outputs=False), device))
     found["predicted"] = bytes_text(_predicted(made, schedule, rank, num_ranks))
     made.check(first)
     made.check(made.gradients())

@@ -32,15 +32,20 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         output = func(*args, **(kwargs or {}))
         for key in [key for key, (found, _) in self._alive.items() if found.expired()]:
             del self._alive[key]
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
+        for storage in _storages(output):
+            if storage._cdata not in given:  # a view of what was there before is nothing new
                 self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return output
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def peak(package: Any, schedule: str, rank: int, options: argparse.Namespace) -> float:
@@ -78,7 +83,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
     options = parser.parse_args()
-    options.width, options.layers, options.rows = 256, 3, 64
+    options.width, options.layers, options.rows, options.alone = 256, 3, 64, False
     torch.multiprocessing.spawn(run, (free_port(), options), nprocs=2)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import check_close, merged
+from benchmarks.step_memory import LiveBytes
 
 
 def run(*options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -50,6 +51,7 @@ def test_the_report_says_what_was_tried_and_that_all_is_right(way: int, tmp_path
         (["--schedules", "Nonsense"], "invalid choice: 'Nonsense'"),
         (["--steps", "0"], "invalid _count value: '0'"),
         (["--ways", "0"], "invalid _count value: '0'"),
+        (["--timeout", "0"], "invalid _count value: '0'"),
         (["--report", "/proc/none/report.txt"], "cannot write the report"),
     ],
 )
@@ -133,6 +135,41 @@ def test_a_rank_with_wrong_gradients_is_named_and_the_rest_is_tried(tmp_path: Pa
     assert lines[-1] == "SOMETHING IS WRONG"
 
 
+# A gradient of the first step never leaves.
+LOST = """
+import os, sys
+if os.environ.get("FOLDER") and os.environ["RANK"] == "1" and "--dies" not in sys.argv:
+    from fxpipe.runtime.wire.stream_transport import StreamTransport
+    right, count = StreamTransport.send, [0]
+    def send(self, peer, tensors, lane=0):
+        count[0] += 1
+        return None if count[0] == 8 else right(self, peer, tensors, lane)
+    StreamTransport.send = send
+"""
+
+
+@pytest.mark.full
+def test_a_message_that_is_lost_costs_one_schedule(tmp_path: Path) -> None:
+    # A step had half an hour, so ranks were killed before they could say who waits for whom.
+    (tmp_path / "sitecustomize.py").write_text(LOST)
+    report = tmp_path / "report.txt"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    done = run(
+        *("--emulated", "--ways", "1", "--schedules", "GPipe", "1F1B", "--steps", "1"),
+        *("--timeout", "5", "--report", str(report)),
+        PYTHONPATH=path,
+    )
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = report.read_text().splitlines()
+    (found,) = [line for line in lines if line.startswith("GPipe ")]
+    assert "no answer from rank" in found
+    for what in ("1F1B", "a stage raises", "a rank hangs"):
+        (found,) = [line for line in lines if line.startswith(what + " ")]
+        assert "  ok" in found
+
+
 @pytest.mark.full
 def test_what_was_found_before_the_check_was_stopped_is_in_the_report(tmp_path: Path) -> None:
     report = tmp_path / "report.txt"
@@ -159,3 +196,13 @@ def test_gradients_are_compared_by_their_own_size(size: float) -> None:
     check_close([right * 1.0001], [right])
     with pytest.raises(AssertionError):
         check_close([right * 1.01], [right])
+
+
+def test_memory_counts_what_is_made_alone() -> None:
+    # Views of a step's inputs counted as if it had made the inputs: 1F1B twice what was predicted.
+    x = torch.zeros(1000)
+
+    with LiveBytes() as live:
+        kept = [part + 1 for part in x.view(10, 100).chunk(2)]
+
+    assert live.peak == sum(part.nbytes for part in kept)

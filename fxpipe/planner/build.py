@@ -187,8 +187,9 @@ def _place(option: Option, group: dist.ProcessGroup | LocalGroup | None) -> _Pla
         return _Place(whole, None, rank, 0)
     everyone = dist.get_process_group_ranks(whole)
     # Every process takes part in making every group.
-    lines = [dist.new_group([everyone[r * width + j] for r in range(ranks)]) for j in range(width)]
-    rows = [dist.new_group([everyone[r * width + j] for j in range(width)]) for r in range(ranks)]
+    make: Any = dist.new_group  # returns a number to who is not in the group
+    lines = [make([everyone[r * width + j] for r in range(ranks)]) for j in range(width)]
+    rows = [make([everyone[r * width + j] for j in range(width)]) for r in range(ranks)]
     return _Place(lines[replica], rows[rank], rank, replica)
 
 

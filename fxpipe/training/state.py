@@ -294,7 +294,8 @@ def gloo_world() -> dist.ProcessGroup:
     """A gloo group of all processes that torch knows, made once; all of them call this."""
     world = _world()
     if world not in _GLOO:
-        _GLOO[world] = dist.new_group(backend="gloo")
+        made: Any = dist.new_group(backend="gloo")  # for who is not in it, a number
+        _GLOO[world] = made
     return _GLOO[world]
 
 

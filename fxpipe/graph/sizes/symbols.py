@@ -352,7 +352,7 @@ def flat(size: Any) -> Any:
     """
     if not isinstance(size, torch.SymInt):
         return size
-    node = size.node
+    node: Any = size.node
     expr = _flat(node.expr)
     return size if expr == node.expr else node.shape_env.create_symintnode(expr, hint=node.hint)
 

@@ -323,7 +323,8 @@ def entry(tensor: torch.Tensor, stash: list[torch.Tensor]) -> torch.Tensor:
     call's own backward needs the value.
     """
     anchor = torch.zeros((), requires_grad=True)
-    made: torch.Tensor = _Entry.apply(anchor, [tensor], stash)  # type: ignore[no-untyped-call]
+    apply: Any = _Entry.apply  # has types in some versions of torch only
+    made: torch.Tensor = apply(anchor, [tensor], stash)
     return made
 
 

@@ -450,6 +450,19 @@ def finish_sharded_backward(root: Any) -> None:
 _MANUAL = "manual_backward_finalization_active"
 
 
+def forget_sharded_step(root: Any) -> None:
+    """Leave sharded modules as they are between steps, whatever a failed one has left."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+        return
+    root.set_is_last_backward(True)  # torch 2.10: what ends a backward, without a reduction
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(True)
+    state = root._get_fsdp_state()
+    state._root_post_backward_final_callback()
+    state._state_ctx.iter_forward_root = None
+
+
 def leave_sharded_pass(group: Any) -> None:
     """Let a group of parameters out of a forward or backward that has not come to its end.
 

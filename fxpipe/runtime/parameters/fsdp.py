@@ -20,6 +20,7 @@ from fxpipe.runtime.parameters.lost_groups import collective_of, explained
 from fxpipe.runtime.parameters.trained import Trained
 from fxpipe.torch_inside import (
     finish_sharded_backward,
+    forget_sharded_step,
     leave_sharded_pass,
     prepare_sharded,
     put_gathered_gradient,
@@ -169,7 +170,7 @@ class FsdpSync:
         self._resharding = []
         if not succeeded:
             for root in self._roots:
-                root.reset_iter_state()
+                forget_sharded_step(root)
             for one in self._held():
                 take_gathered_gradient(one)
         if not succeeded or not self._has_reduced:

@@ -160,6 +160,10 @@ class StageCosts:
         """The time from both ranks being ready to the value having arrived."""
         return self.links.get((source_rank, target_rank), self.link).time(num_bytes)
 
+    def ask(self, source_rank: int, target_rank: int) -> float:
+        """The time from the target being ready to the source knowing it."""
+        return self.links.get((target_rank, source_rank), self.link).latency
+
     def unshard(self, stage: int) -> float:
         return self._of(stage).unshard
 

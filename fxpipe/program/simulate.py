@@ -6,10 +6,11 @@ Out: a `Timeline`.
 A lowered program is simulated exactly as it runs: each rank's thread takes its
 actions in order, SEND and RECV are posted to a stream (activations and gradients have
 their own), a stream carries one transfer at a time in posting order once both halves
-are posted, UNSHARD and REDUCE_GRAD run in order beside the thread, OFFLOAD and RELOAD
-likewise on the link to the host, and a compute action waits for all that it reads. If
-the costs do not overlap transfers, a transfer occupies both of its ranks from the moment
-both are ready for it, and UNSHARD and REDUCE_GRAD hold their rank.
+are posted and the sender knows it, UNSHARD and REDUCE_GRAD run in order beside the
+thread, OFFLOAD and RELOAD likewise on the link to the host, and a compute action waits
+for all that it reads. If the costs do not overlap transfers, a transfer occupies both of
+its ranks from the moment both are ready for it, and UNSHARD and REDUCE_GRAD hold their
+rank.
 
 A compute-only program is simulated with every transfer on its own: a value
 takes its transfer time from the end of its producer and waits for nothing else. If
@@ -185,7 +186,8 @@ class _Simulation(Dispatch):
             self._sends[rank].append(number)
         for met, (sent, send), (received, recv) in self._queues.post(rank, number, half):
             keys = self._queues.keys(met)
-            start = max(sent, received, *(self._queue_free.get(key, _START) for key in keys))
+            asked = received[0] + self._costs.ask(send[0], recv[0]), received[1]
+            start = max(sent, asked, *(self._queue_free.get(key, _START) for key in keys))
             if self._exclusive:
                 start = max(start, *((self.free_at[r], self._last[r]) for r, _ in (send, recv)))
             value = self.numbering.value(met)

@@ -7,7 +7,7 @@ from fxpipe.program.costs import Link, StageCost, StageCosts
 from fxpipe.program.generators import SCHEDULES
 
 
-@pytest.mark.parametrize(("latency", "most"), [(0.02, 1.03), (0.3, 1.03), (0.5, 1.05)])
+@pytest.mark.parametrize(("latency", "most"), [(0.02, 1.03), (0.3, 1.03), (0.5, 1.08)])
 @pytest.mark.parametrize("num_ranks", [4, 8])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_the_order_of_messages_hardly_costs_time(

@@ -129,28 +129,39 @@ def plan(asked: _Asked) -> None:
     the reason why each lost.
     """
     wanted = None if asked.tokens is None else token_count(asked.tokens)
-    for path, ending in ((asked.save, ".json"), (asked.report, ".html")):
-        if path is not None and path.suffix.lower() != ending:
-            raise InputError(f"a plan is written as {ending} here, but got {path}")
+    pictures = (".svg", ".png", ".pdf")
+    for path, endings in (
+        (asked.save, (".json",)), (asked.report, (".html",)), (asked.what_if_picture, pictures),
+    ):  # fmt: skip
+        if path is not None and path.suffix.lower() not in endings:
+            raise InputError(f"this is written as {' or '.join(endings)}, but got {path}")
+    if asked.price is not None and wanted is None:
+        raise InputError("--price needs --tokens: dollars are those of a whole training run")
     found = _planned(asked)
-    written = [] if asked.save is None else [found.save(asked.save)]
-    if asked.report is not None:
-        written.append(found.report(asked.report, tokens=wanted, price=asked.price))
-    if asked.as_json:
-        print_json(_json(found, asked.model, asked.top, written))
-        return
-    from fxpipe.planner.plan_text import cost_lines, draw_what_if, plan_text, what_if_rows
+    from fxpipe.planner.plan_report import draw_what_if, what_if_rows
+    from fxpipe.planner.plan_text import cost_lines, plan_text
     from fxpipe.planner.what_if import what_if
     from fxpipe.text import aligned
 
+    rows = what_if(found) if asked.what_if or asked.what_if_picture is not None else []
+    table = what_if_rows(rows, wanted, asked.price) if rows else []
+    costs = [] if wanted is None else cost_lines(found, wanted, asked.price)
+    written = [] if asked.save is None else [found.save(asked.save)]
+    if asked.report is not None:
+        kept = found.report(asked.report, tokens=wanted, price=asked.price, what_if=rows)
+        written.append(kept)
+    if asked.what_if_picture is not None:
+        written.append(draw_what_if(rows, asked.what_if_picture))
+    if asked.as_json:
+        print_json(
+            {**_json(found, asked.model, asked.top, written), "costs": costs, "what_if": table}
+        )
+        return
     typer.echo(plan_text(found, others=asked.top))
-    if wanted is not None:
-        typer.echo("\n" + "\n".join(cost_lines(found, wanted, asked.price)))
-    if asked.what_if or asked.what_if_picture is not None:
-        rows = what_if(found)
-        typer.echo("\n" + "\n".join(aligned(what_if_rows(rows), left=(0, 4))))
-        if asked.what_if_picture is not None:
-            written.append(draw_what_if(rows, asked.what_if_picture))
+    if costs:
+        typer.echo("\n" + "\n".join(costs))
+    if table:
+        typer.echo("\n" + "\n".join(aligned(table, left=(0, len(table[0]) - 1))))
     for path in written:
         typer.echo(f"wrote {path}")
 
@@ -287,6 +298,9 @@ def _json(found: Plan, model: str, top: int, written: list[Path]) -> dict[str, A
         "batch_size": found.batch_size,
         "memory_limit": found.memory_limit,
         "num_candidates": found.num_candidates,
+        "tokens_per_second_per_rank": found.tokens_per_second,
+        "utilization": found.utilization,
+        "error": found.hardware.error,
         "options": found.rows()[:top],
         "stages": [
             {

@@ -29,12 +29,12 @@ from fxpipe.planner.cost.hardware import Hardware, load_hardware
 from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import CHECKPOINTS, Checkpointing, Kernels, Training
 from fxpipe.planner.order.orders import Objective, check_objective
+from fxpipe.planner.plan_report import write_plan_report
 from fxpipe.planner.plan_text import (
     plan_html,
     plan_text,
     shortage_text,
     table_rows,
-    write_plan_report,
 )
 from fxpipe.planner.search.candidates import candidates
 from fxpipe.planner.search.option import Option
@@ -346,12 +346,14 @@ class Plan:
         most: int = 8,
         tokens: float | None = None,
         price: float | None = None,
+        what_if: Sequence[tuple[str, Plan | None]] = (),
     ) -> Path:
-        """Write an HTML report: the stages, the best options and their timelines.
+        """Write an HTML report: the options, memory, timelines of the best, the stages.
 
-        With `tokens` it says how long they take, with `price` of a GPU and hour what they cost.
+        With `tokens` it says how long they take, with `price` of a GPU and hour what they cost,
+        with `what_if` (the rows of that function) what other machines would give.
         """
-        return write_plan_report(self, path, most=most, tokens=tokens, price=price)
+        return write_plan_report(self, path, most=most, tokens=tokens, price=price, what_if=what_if)
 
     def to_json(self) -> str:
         """All of the plan but the model; the inverse of `from_json`."""

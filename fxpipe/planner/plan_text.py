@@ -1,39 +1,32 @@
-"""A plan in words, tables and pictures: for the terminal, for notebooks, as rows, as a report."""
+"""A plan in words: for the terminal, for notebooks, as rows of plain data."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.graph.cut.cut import Assignment
-from fxpipe.graph.pipe import Pipe
-from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.presets import EXPERTS_ERROR
 from fxpipe.planner.search.estimate import Memory, predict
 from fxpipe.planner.search.option import Option, why_slower
-from fxpipe.text import aligned, bytes_text, html_table, number_text, seconds_text
+from fxpipe.text import aligned, bytes_text, html_table, seconds_text
 
 if TYPE_CHECKING:
     from fxpipe.planner.plan import Plan
 
 __all__ = [
     "cost_lines",
-    "draw_what_if",
+    "cut_line",
+    "head_lines",
+    "other_rows",
     "plan_html",
     "plan_text",
     "shortage_text",
     "table_rows",
-    "what_if_rows",
-    "write_plan_report",
+    "training_time",
 ]
-
-_MOST_ACTIONS = 12_000
-"""Programs of more are drawn with fewer microbatches."""
 
 
 def table_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -59,16 +52,17 @@ def table_rows(plan: Plan) -> list[dict[str, Any]]:
 
 def plan_text(plan: Plan, *, others: int = 10) -> str:
     """What was chosen, how the model is cut, what the fullest rank holds, why others lost."""
-    lines = [*_head(plan), "", _cut_line(plan), *_indented(_cut_rows(plan.best), left=(8,))]
+    lines = [*head_lines(plan), "", cut_line(plan), *_indented(_cut_rows(plan.best), left=(8,))]
+    lines.append(f"  {_CUT_WORDS}")
     lines += ["", *_memory_lines(plan)]
     if others:
-        rows = _other_rows(plan, others)
+        rows = other_rows(plan, others)
         lines += ["", f"the best {len(rows) - 1} of {len(plan.options)} simulated:"]
         lines += _indented(rows, left=(3, 4))
     return "\n".join(lines)
 
 
-def _head(plan: Plan) -> list[str]:
+def head_lines(plan: Plan) -> list[str]:
     best = plan.best
     rate = f"{plan.throughput:.4g} rows/s"
     length = plan.sizes.get("sequence")
@@ -83,7 +77,8 @@ def _head(plan: Plan) -> list[str]:
         f"chosen of {plan.num_candidates}: {best.candidate}{improved}",
         f"a step takes {seconds_text(best.step_time)}{error}, {rate}; ranks idle "
         f"{best.prediction.bubble:.1%}; the fullest holds {bytes_text(best.peak)}, "
-        f"{bytes_text(margin)} are free",
+        f"{bytes_text(margin)} are free{_margin_text(margin / plan.memory_limit)}",
+        _error_line(plan),
     ]
     if plan.flops and plan.tokens_per_second:
         each = plan.flops / best.step_time / plan.num_ranks
@@ -93,11 +88,43 @@ def _head(plan: Plan) -> list[str]:
         )
     lines += [*_zero_bubble_line(plan), *_near_line(plan), *_host_line(plan)]
     if not best.candidate.is_buildable:
-        lines.append(
-            "build() makes pipelines with replicas or ZeRO 1; tensor, context and expert "
-            "parallelism and ZeRO 2 and 3 are for you to apply to its stages"
-        )
+        lines.append(_build_line(plan))
     return lines
+
+
+def _build_line(plan: Plan) -> str:
+    """What is left to the user, and the best option that `build` makes."""
+    text = (
+        "build() makes pipelines with replicas or ZeRO 1; tensor, context and expert parallelism "
+        "and ZeRO 2 and 3 are for you to apply to its stages"
+    )
+    limit = plan.memory_limit
+    made = [o for o in plan.options if o.candidate.is_buildable and o.missing(limit) <= 0]
+    if made:
+        text += (
+            f"; the best it makes, {made[0].candidate}, is {why_slower(made[0], plan.best, limit)}"
+        )
+    return text
+
+
+_TOO_LOW = 0.03
+"""How much more published runs held at most than was predicted."""
+
+
+def _margin_text(share: float) -> str:
+    if share >= _TOO_LOW:
+        return ""
+    return f", which is little: published runs held up to {_TOO_LOW:.0%} more than predicted"
+
+
+def _error_line(plan: Plan) -> str:
+    """What the error means, in words."""
+    if not _median_error(plan):
+        return f"no published run was compared with {plan.hardware.name}: the error is unknown"
+    return (
+        f"+-{_error(plan).removeprefix(' +-')} is the median error on published runs that nothing "
+        "was fitted to; nine of ten are within 15%"
+    )
 
 
 def _zero_bubble_line(plan: Plan) -> list[str]:
@@ -151,15 +178,10 @@ def _median_error(plan: Plan) -> float:
 
 def cost_lines(plan: Plan, tokens: float, price: float | None) -> list[str]:
     """How long and how dear it is to train on so many tokens, at a price per GPU and hour."""
-    rate = plan.tokens_per_second
-    if not rate:
+    if not plan.tokens_per_second:
         return ["tokens need a model with a sequence"]
-    seconds = tokens / (rate * plan.num_ranks)
-    hours = seconds * plan.num_ranks / 3600
-    error = _error(plan)
-    days = seconds / 86400
-    text = f"{_short(tokens)} tokens take {days:,.{0 if days >= 100 else 1}f} days{error}, "
-    text += f"{hours:,.0f} GPU hours"
+    days, hours = training_time(plan, tokens)
+    text = f"{_short(tokens)} tokens take {days} days{_error(plan)}, {hours:,.0f} GPU hours"
     if price is not None:
         text += f", ${hours * price:,.0f} at ${price:g} per GPU and hour"
     return [text]
@@ -173,27 +195,15 @@ def _short(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def what_if_rows(rows: Sequence[tuple[str, Plan | None]]) -> list[tuple[str, ...]]:
-    """A table of plans with one thing changed."""
-    table: list[tuple[str, ...]] = [("what if", "step", "tokens/s/rank", "MFU", "option")]
-    for label, found in rows:
-        if found is None:
-            table.append((label, "-", "-", "-", "nothing fits"))
-        else:
-            rate = found.tokens_per_second
-            table.append(
-                (
-                    label,
-                    seconds_text(found.step_time),
-                    "-" if rate is None else f"{rate:,.0f}",
-                    f"{found.utilization:.1%}",
-                    str(found.best.candidate),
-                )
-            )
-    return table
+def training_time(plan: Plan, tokens: float) -> tuple[str, float]:
+    """Days that so many tokens take, and hours of all GPUs together."""
+    assert plan.tokens_per_second
+    seconds = tokens / plan.tokens_per_second  # of one rank after the other
+    days = seconds / plan.num_ranks / 86400
+    return f"{days:,.{0 if days >= 100 else 1}f}", seconds / 3600
 
 
-def _cut_line(plan: Plan) -> str:
+def cut_line(plan: Plan) -> str:
     """The slowest rank, beside what no cut can get it below."""
     option = plan.best
     loads = option.rank_loads
@@ -207,6 +217,12 @@ def _cut_line(plan: Plan) -> str:
             f"{seconds_text(min(option.bound, busiest))}"
         )
     return why
+
+
+_CUT_WORDS = (
+    "of a microbatch: F forward, I gradients of inputs, W of weights, kept until its backward, "
+    "sends; state: weights, gradients and optimizer"
+)
 
 
 def _cut_rows(option: Option) -> list[tuple[str, ...]]:
@@ -256,7 +272,7 @@ def _parts(memory: Memory) -> str:
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in asdict(memory).items())
 
 
-def _other_rows(plan: Plan, most: int) -> list[tuple[str, ...]]:
+def other_rows(plan: Plan, most: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("step", "idle", "peak", "option", "")]
     rows += [
         (
@@ -315,113 +331,10 @@ def _by_total(memories: Sequence[Memory]) -> Callable[[int], float]:
 
 def plan_html(plan: Plan) -> str:
     """For notebooks."""
-    head, *rest = _head(plan)
+    head, *rest = head_lines(plan)
     lines = "".join(f"<p>{escape(line)}</p>" for line in rest)
     memory = "".join(f"<p>{escape(line)}</p>" for line in _memory_lines(plan))
     return (
-        f"<div><p><b>{escape(head)}</b></p>{lines}{html_table(_other_rows(plan, 14))}"
-        f"<p>{escape(_cut_line(plan))}</p>{html_table(_cut_rows(plan.best))}{memory}</div>"
+        f"<div><p><b>{escape(head)}</b></p>{lines}{html_table(other_rows(plan, 14))}"
+        f"<p>{escape(cut_line(plan))}</p>{html_table(_cut_rows(plan.best))}{memory}</div>"
     )
-
-
-def write_plan_report(
-    plan: Plan,
-    path: str | os.PathLike[str],
-    *,
-    most: int,
-    tokens: float | None = None,
-    price: float | None = None,
-) -> Path:
-    """Write the report of a plan.
-
-    Programs that are too long to look at are shown with fewer microbatches, and say so.
-    """
-    from fxpipe.viz.report import write_report
-
-    fitting = [option for option in plan.options if not option.missing(plan.memory_limit)]
-    shown = [_shortened(option) for option in fitting[:most]]
-    # Simulated as in the search, transfers beside compute, so that both have the same order.
-    candidates = [
-        (
-            f"{option.candidate}: a step of {seconds_text(option.step_time)}",
-            *drawn.timeline(plan.hardware, transfers=False),
-        )
-        for option, drawn in zip(fitting, shown, strict=False)
-    ]
-    costs = [] if tokens is None else cost_lines(plan, tokens, price)
-    notes = [*costs, *_head(plan), _cut_line(plan), *_memory_lines(plan)]
-    notes.append(
-        "Memory curves are of activations and transfers; weights, gradients and the "
-        "optimizer come on top."
-    )
-    if shown[0].candidate != plan.best.candidate:
-        count = plan.best.candidate.num_microbatches
-        notes.append(
-            f"Timelines are drawn with fewer than the {count} microbatches of the plan, which has "
-            "the time that stands with each name."
-        )
-    pipe, flops = _pipe_of(plan)
-    return write_report(
-        path,
-        candidates,
-        pipe=pipe,
-        costs=plan.best.costs(plan.hardware),
-        flops=flops,
-        sizes=plan.sizes if pipe is not None else None,
-        edges=plan.best.edges,
-        title=f"Plan for {plan.num_ranks} ranks of {plan.hardware.name}",
-        notes=notes,
-        time_unit="s",
-        memory_unit="bytes",
-    )
-
-
-def _shortened(option: Option) -> Option:
-    """The option with so few microbatches that its program can be looked at."""
-    candidate = option.candidate
-    most = max(_MOST_ACTIONS // (2 * candidate.num_stages), 2 * candidate.pipeline)
-    if candidate.num_microbatches <= most:
-        return option
-    return replace(option, candidate=replace(candidate, num_microbatches=most), program=None)
-
-
-def _pipe_of(plan: Plan) -> tuple[Pipe | None, list[float] | None]:
-    """The cut model and the FLOPs of its stages, if the plan still knows the model."""
-    subject, best = plan.subject, plan.best
-    if subject is None:
-        return None, None
-    stage_of = {name: stage for stage, names in enumerate(best.nodes) for name in names}
-    pipe = subject.pipe or Pipe(subject.traced, Assignment(stage_of))
-    sizes = {**subject.sizes, "batch": best.candidate.microbatch_size}
-    flops = [0.0] * best.candidate.num_stages
-    for name, seen in subject.costs.at(sizes).items():
-        flops[stage_of[name]] += sum(seen.flops(phase) for phase in PHASES)
-    return pipe, flops
-
-
-def draw_what_if(rows: Sequence[tuple[str, Plan | None]], path: str | os.PathLike[str]) -> Path:
-    """Draw `what_if`: how many rows per second and rank each change makes, as bars."""
-    from fxpipe.viz.palette import LIGHT
-    from fxpipe.viz.scene import Box, Item, Label, Scene
-    from fxpipe.viz.svg import write_scene
-
-    look, left, widest = LIGHT, 270.0, 380.0
-    rates = [0.0 if plan is None else plan.throughput / plan.num_ranks for _, plan in rows]
-    items: list[Item] = [
-        Label(20, 30, "Rows per second and rank, if", 15, look.ink, bold=True),
-    ]
-    for place, ((label, plan), rate) in enumerate(zip(rows, rates, strict=True)):
-        y = 50.0 + 34 * place
-        width = widest * rate / (max(rates) or 1.0)
-        said = "nothing fits"
-        if plan is not None:
-            said = f"{number_text(rate)}, a step of {seconds_text(plan.step_time)}"
-        items += [
-            Label(left - 10, y + 16, label, 12, look.ink, anchor="end"),
-            Box(left, y, width, 22, look.bar, tip="" if plan is None else str(plan.best.candidate)),
-            Label(left + width + 8, y + 16, said, 12, look.muted),
-        ]
-    target = Path(path)
-    size = (left + widest + 230, 60.0 + 34 * len(rows))
-    write_scene(Scene(*size, tuple(items), "what if"), target)
-    return target

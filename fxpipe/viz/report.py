@@ -28,7 +28,7 @@ from fxpipe.viz.palette import DARK, LIGHT, LOOKS, Theme, shades, tone
 from fxpipe.viz.pipe_picture.outline import Figures, Outline, make_outline
 from fxpipe.viz.timeline_picture.spans import Words, find_dependencies, number_lanes
 
-__all__ = ["Candidate", "report_html", "write_report"]
+__all__ = ["Candidate", "Table", "report_html", "write_report"]
 
 _SCRIPTS = ("format.js", "model.js", "shapes.js", "chart.js", "app.js")
 _LEGEND = {
@@ -47,6 +47,15 @@ class Candidate(NamedTuple):
     name: str
     program: Program
     timeline: Timeline
+
+
+class Table(NamedTuple):
+    """Rows of text, the first is the heading; columns headed as in `left` are words."""
+
+    title: str
+    hint: str
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
 
 
 def write_report(
@@ -72,6 +81,8 @@ def report_html(
     edges: Edges | None = None,
     title: str = "Pipeline report",
     notes: Sequence[str] = (),
+    tables: Sequence[Table] = (),
+    drawn: str = "",
     time_unit: str = "",
     memory_unit: str = "",
     chosen: int = 0,
@@ -88,6 +99,8 @@ def report_html(
         edges: between stages, for dependencies; by default the pipe's, or else a chain. Used
             for candidates with that number of stages, a chain for others.
         notes: lines of text below the title.
+        tables: below them, each with a title and a line of text.
+        drawn: what to know of the timelines.
         time_unit: "s", "ms" or "us", or any other word.
         memory_unit: "bytes", or any other word.
         chosen: the candidate that is shown first.
@@ -119,6 +132,8 @@ def report_html(
         f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK)} }} }}",
         "style": _page_file("style.css"),
         "notes": "".join(f'<p class="notes">{escape(note)}</p>' for note in notes),
+        "tables": "".join(map(_table, tables)),
+        "drawn": f'<p class="hint">{escape(drawn)}</p>' if drawn else "",
         "comparison": _comparison(found, words),
         "stages": _stages(outline, costs, found[chosen].program, words),
         "graph": "" if pipe is None else _graph(pipe, costs, flops=flops, sizes=sizes),
@@ -220,6 +235,21 @@ def _section(name: str, title: str, hint: str, label: str, content: str, look: s
         f'<div class="scroll{look}" tabindex="0" role="region" aria-label="{label}">{content}'
         "</div></section>\n"
     )
+
+
+def _table(table: Table) -> str:
+    head, *rows = table.rows
+    looks = [' class="name"' if name in table.left else "" for name in head]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        found = zip(looks, cells, strict=True)
+        return "".join(f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in found)
+
+    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
+    content = f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
+    name = table.title.lower().replace(" ", "-")
+    hint = f'<p class="hint">{escape(table.hint)}</p>'
+    return _section(name, escape(table.title), hint, escape(table.title), content)
 
 
 def _comparison(candidates: Sequence[Candidate], words: Words) -> str:

@@ -73,8 +73,10 @@ def test_parts_can_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("--kernels", "best"), "unknown kernels 'best'; known: eager"),
         (("--optimizer", "lion"), "unknown optimizer 'lion'"),
         (("--data-parallel", "3"), "data_parallel must divide the 2 ranks"),
-        (("--out", "plan.txt"), "a plan is written as .json here, but got plan.txt"),
-        (("--report", "plan.pdf"), "a plan is written as .html here, but got plan.pdf"),
+        (("--out", "plan.txt"), "this is written as .json, but got plan.txt"),
+        (("--what-if-picture", "what.txt"), "this is written as .svg or .png or .pdf, but got"),
+        (("--price", "2"), "--price needs --tokens"),
+        (("--report", "plan.pdf"), "this is written as .html, but got plan.pdf"),
         (("--offload", "1"), "offload is at least 2 compute actions, or 0 for never, got 1"),
     ],
 )
@@ -84,6 +86,10 @@ def test_refuses(arguments: tuple[str, ...], message: str) -> None:
 
 def test_wrong_usage_has_its_own_code() -> None:
     assert "ranks" in fails("plan", "gpt", "-p", "0", code=2)
+
+
+def test_a_known_model_is_suggested() -> None:
+    assert "did you mean llama3-8b" in fails("plan", "llama3-9b", "--gpus", "8")
 
 
 def test_help_shows_an_example() -> None:
@@ -126,7 +132,9 @@ def test_what_if_is_drawn(tmp_path: Path) -> None:
     )  # fmt: skip
 
     assert "twice the sequence, as many tokens" in text
-    assert "half the ranks" in picture.read_text()
+    # Rows of twice the length looked as if half as much was done.
+    drawn = picture.read_text()
+    assert "half the ranks" in drawn and "Tokens per second and rank" in drawn
 
 
 @pytest.mark.full

@@ -160,9 +160,13 @@ def _load_dotted(place: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if place == missing or place.startswith(f"{missing}."):
+            from fxpipe.planner.known_models import KNOWN
+
+            close = difflib.get_close_matches(place.lower(), [*KNOWN, *examples], cutoff=0.6)
+            hint = f"did you mean {' or '.join(close)}? " if close else ""
             raise InputError(
                 f"there is no module {place!r} in this folder or among the installed packages; "
-                f"for a file write its path with .py; example models: {', '.join(examples)}"
+                f"{hint}for a file write its path with .py; example models: {', '.join(examples)}"
             ) from None
         raise _needs(place, missing) from error
 

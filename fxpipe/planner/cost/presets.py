@@ -86,6 +86,8 @@ _HOPPER: Mapping[str, Any] = MappingProxyType(
         "error": 0.06,
     }
 )
+# Nothing was compared with these, so their error is unknown.
+_GUESSED: Mapping[str, Any] = MappingProxyType({**_HOPPER, "error": 0.0})
 EXPERTS_ERROR = 0.09
 """The median error of held-out rows with experts; a preset's `error` is that of dense models."""
 
@@ -152,7 +154,8 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         # NVIDIA V100 SXM2 32GB data sheet; bfloat16 is not native, its rate is float16's
         "V100": _gpu("V100", float64=7.8, float32=15.7, half=125, bandwidth=0.9, memory=32,
-                     intra="NVLink2", inter="InfiniBandEDR", shares=_AMPERE, host="PCIe3"),
+                     intra="NVLink2", inter="InfiniBandEDR", host="PCIe3",
+                     shares={**_AMPERE, "error": 0.0}),
         # NVIDIA A100 80GB SXM data sheet
         "A100": _gpu("A100", float64=9.7, float32=19.5, tf32=156, half=312,
                      bandwidth=2.039, memory=80, intra="NVLink3", inter="InfiniBandHDR",
@@ -174,14 +177,15 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         # AMD Instinct MI300X data sheet; a ring of collectives uses all seven links of a device
         "MI300X": _gpu("MI300X", float64=81.7, float32=163.4, tf32=653.7, half=1307.4,
                        float8=2614.9, bandwidth=5.3, memory=192, intra="InfinityFabric",
-                       inter="InfiniBandNDR", shares={**_HOPPER, "efficiency": {"matmul": 0.5}}),
+                       inter="InfiniBandNDR", shares={**_GUESSED, "efficiency": {"matmul": 0.5}}),
         # NVIDIA L40S data sheet (halved: its tensor figures are with sparsity); no NVLink
         "L40S": _gpu("L40S", float64=1.4, float32=91.6, tf32=183, half=362, float8=733,
-                     bandwidth=0.864, memory=48, intra="PCIe4", inter="Ethernet100", host="PCIe4"),
+                     bandwidth=0.864, memory=48, intra="PCIe4", inter="Ethernet100", host="PCIe4",
+                     shares=_GUESSED),
         # NVIDIA Ada whitepaper, GeForce RTX 4090 with float32 accumulation; no peer access
         "RTX4090": _gpu("RTX4090", float64=1.3, float32=82.6, tf32=82.6, half=165.2,
                         float8=330.3, bandwidth=1.008, memory=24, intra="PCIe4",
-                        inter="Ethernet25", host="PCIe4"),
+                        inter="Ethernet25", host="PCIe4", shares=_GUESSED),
         # One core with 256-bit vectors at 3 GHz: two multiply-adds of eight floats a cycle;
         # its share of a memory channel. bfloat16 and float16 are computed in float32.
         "CPU-core": Hardware(

@@ -12,7 +12,8 @@ from fxpipe.errors import PlanError
 from fxpipe.planner.cost.presets import HARDWARE
 from fxpipe.planner.known_models import gpt, known_model
 from fxpipe.planner.plan import plan
-from fxpipe.planner.plan_text import cost_lines, what_if_rows
+from fxpipe.planner.plan_report import what_if_rows
+from fxpipe.planner.plan_text import cost_lines
 from fxpipe.planner.search.candidates import candidates
 from fxpipe.planner.search.search import Search
 from fxpipe.planner.search.space import Space
@@ -136,9 +137,14 @@ def test_tokens_become_days_and_dollars(tiny, tmp_path):
     assert "of its bfloat16 peak (MFU)" in str(tiny)
 
 
-def test_what_if_is_a_table_with_one_thing_changed(tiny):
+def test_what_if_is_a_table_with_one_thing_changed(tiny, tmp_path):
     rows = what_if(tiny, effort=2_000)
 
+    page = tiny.report(tmp_path / "plan.html", what_if=rows).read_text()
+    assert ">What if</h2>" in page and ">twice the ranks</td>" in page
+    priced = what_if_rows(rows, 1e12, 2.0)
+    assert priced[0][3:6] == ("MFU", "days", "dollars")
+    assert priced[1][5] in cost_lines(tiny, 1e12, 2.0)[0]
     table = what_if_rows(rows)
     assert [row[0] for row in table[1:3]] == ["as planned", "half the ranks"]
     longer = dict(rows)["twice the sequence, as many tokens"]

@@ -29,6 +29,7 @@ from fxpipe.torch_inside import (
     CHECK_ENTRIES,
     CHECKPOINT_ENTRY,
     VMAP_ENTRY,
+    FakeTensor,
     compiled_from,
     forward_hooks,
     forward_pre_hooks,
@@ -95,6 +96,8 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for scope in _scopes(module):
             for name, owner in held_functions(vars(scope)).items():
                 stack.enter_context(patched(scope, name, _looked_up(owner)))
+            if "len" not in vars(scope):
+                stack.enter_context(patched(scope, "len", _length(here)))
             for name, value in list(vars(scope).items()):
                 if isinstance(value, torch.jit.ScriptFunction):
                     stack.enter_context(patched(scope, name, _watched(value, seer.on_script, here)))
@@ -221,6 +224,17 @@ def _scopes(module: nn.Module) -> list[ModuleType]:
 
 def _looked_up(function: Any) -> Call:
     return lambda *args, **kwargs: function.apply(*args, **kwargs)
+
+
+def _length(here: Callable[[], bool]) -> Call:
+    """Return a `len` that leaves the first size of a tensor open, as `x.shape[0]` does."""
+
+    def length(value: Any, /) -> object:
+        if here() and isinstance(value, FakeTensor) and value.dim():
+            return value.shape[0]
+        return len(value)
+
+    return length
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from fxpipe import Pipe, PipeliningShapeError, SplitPoint, pipeline
 from fxpipe.graph.sizes.symbols import _flat
 from fxpipe.torch_inside import floor_div
 from models import split_spec, unet
+from tests.parity import assert_same, run
 
 
 class Leaf(nn.Module):
@@ -196,3 +197,29 @@ def test_the_example_meets_its_own_conditions() -> None:
     torch.testing.assert_close(pipe(x[:1]), model(x[:1]))
     with pytest.raises(PipeliningShapeError):
         pipe(torch.randn(2, 8, 2, 4))
+
+
+class Counted(nn.Module):
+    """Asks for the number of rows by `len`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        rows = torch.arange(len(x), dtype=x.dtype)
+        return self.b((x * rows[:, None, None]).view(len(x), -1, 2)) / len(x)
+
+
+def test_len_leaves_the_rows_open() -> None:
+    # Python makes a number of what `len` returns: rt_detr was fixed to the rows of the example.
+    torch.manual_seed(0)
+    model = Counted().double()
+    x = torch.randn(2, 3, 4).double()
+    pipe = pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING})
+
+    for rows in (1, 2, 5):
+        x = torch.randn(rows, 3, 4).double()
+        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
+    assert "len" not in globals()

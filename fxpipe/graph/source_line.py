@@ -14,9 +14,9 @@ import functools
 import itertools
 import linecache
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,6 +30,7 @@ __all__ = [
     "an_effect",
     "an_unknown_tensor",
     "failing_frame",
+    "is_compared",
     "is_message",
     "is_ours",
     "is_users",
@@ -107,32 +108,70 @@ _REPORTS = {
 
 def is_message(frame: FrameType) -> bool:
     """Say whether the f-string that a frame makes now goes straight to a function that reports."""
-    code = frame.f_code
-    here = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
-    if None in here:
+    here = _running_part(frame)
+    return here is not None and any(
+        first <= here[0] and here[1] <= last for first, last in _messages(frame.f_code.co_filename)
+    )
+
+
+def is_compared() -> bool:
+    """Say whether the call that the user's code makes now is one side of a comparison."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or not is_users(frame.f_code.co_filename):
         return False
-    line, end_line, column, end_column = here
-    return any(
-        first <= (line, column) and (end_line, end_column) <= last
-        for first, last in _messages(code.co_filename)
+    return _running_part(frame) in _compared(frame.f_code.co_filename)
+
+
+_Part: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _running_part(frame: FrameType) -> _Part | None:
+    """Return where the expression begins and ends that a frame computes now."""
+    positions = frame.f_code.co_positions()
+    line, end_line, column, end_column = next(itertools.islice(positions, frame.f_lasti // 2, None))
+    if line is None or end_line is None or column is None or end_column is None:
+        return None
+    return (line, column), (end_line, end_column)
+
+
+@functools.lru_cache(maxsize=64)
+def _messages(file: str) -> frozenset[_Part]:
+    """Return from where to where f-strings go that are arguments of functions which report."""
+    return frozenset(
+        _part(text)
+        for call in _nodes(file)
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "attr", getattr(call.func, "id", "")) in _REPORTS
+        for text in (*call.args, *(keyword.value for keyword in call.keywords))
+        if isinstance(text, ast.JoinedStr)
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _messages(file: str) -> tuple[tuple[tuple[int, int], tuple[object, object]], ...]:
-    """Return from where to where f-strings go that are arguments of functions which report."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return tuple(
-        ((text.lineno, text.col_offset), (text.end_lineno, text.end_col_offset))
-        for call in calls
-        if getattr(call.func, "attr", getattr(call.func, "id", "")) in _REPORTS
-        for text in (*call.args, *(keyword.value for keyword in call.keywords))
-        if isinstance(text, ast.JoinedStr)
+def _compared(file: str) -> frozenset[_Part]:
+    """Return from where to where calls go whose result is compared with one other value."""
+    return frozenset(
+        _part(side)
+        for node in _nodes(file)
+        if isinstance(node, ast.Compare) and len(node.ops) == 1
+        if isinstance(node.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq))
+        for side in (node.left, *node.comparators)
+        if isinstance(side, ast.Call)
     )
+
+
+def _nodes(file: str) -> Iterator[ast.AST]:
+    try:
+        yield from ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:
+        return
+
+
+def _part(node: ast.expr) -> _Part:
+    assert node.end_lineno is not None and node.end_col_offset is not None
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
 
 
 def a_value_decides(who: str, place: Place | None) -> str:

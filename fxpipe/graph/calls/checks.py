@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from fxpipe.errors import InputError, TraceError
 from fxpipe.graph.calls.graph_calls import GraphCall, given, has_no_values
 from fxpipe.graph.dims import Dim, evaluate
-from fxpipe.graph.nested import walk
+from fxpipe.graph.nested import SYMBOLIC, walk
 from fxpipe.graph.source_line import Place
 
 __all__ = [
@@ -21,6 +23,8 @@ __all__ = [
     "AgreedPart",
     "AgreedSizes",
     "Asserted",
+    "Compared",
+    "ItemIs",
 ]
 
 _ADVICE = (
@@ -58,6 +62,49 @@ class Agreed(Check):
                 f"gave {expected!r}; these inputs give {found!r}, so it would do something else\n"
                 f"{_ADVICE}"
             )
+
+
+class Compared:
+    """A number that code compares with one other: what it decides by is the answer.
+
+    `on_answer` is told what was asked, what the other side was, and the answer; `on_value` that
+    the number itself is needed, since the other side is none.
+    """
+
+    def __init__(
+        self,
+        value: float,
+        on_answer: Callable[[ItemIs, object, bool], None],
+        on_value: Callable[[], object],
+    ) -> None:
+        self._value, self._on_answer, self._on_value = value, on_answer, on_value
+
+    def _ask(self, relation: Callable[[Any, Any], object], other: Any) -> object:
+        is_size = isinstance(other, SYMBOLIC) and other.node.has_hint()
+        if not is_size and not isinstance(other, (bool, int, float)):
+            self._on_value()
+            return relation(self._value, other)
+        answer = bool(relation(self._value, other.node.hint if is_size else other))
+        self._on_answer(ItemIs(relation), other, answer)
+        return answer
+
+    __lt__ = partialmethod(_ask, operator.lt)
+    __le__ = partialmethod(_ask, operator.le)
+    __gt__ = partialmethod(_ask, operator.gt)
+    __ge__ = partialmethod(_ask, operator.ge)
+    __eq__ = partialmethod(_ask, operator.eq)
+    __ne__ = partialmethod(_ask, operator.ne)
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ItemIs:
+    """A callable that compares the one value of a tensor with a number."""
+
+    def __init__(self, relation: Callable[[Any, Any], object]) -> None:
+        self._relation, self.__name__ = relation, relation.__name__
+
+    def __call__(self, tensor: torch.Tensor, other: float) -> bool:
+        return bool(self._relation(tensor.item(), other))
 
 
 class AgreedPart(Agreed):

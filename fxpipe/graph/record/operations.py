@@ -19,7 +19,15 @@ from torch import fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.aux_losses import aux_loss
-from fxpipe.graph.calls.checks import Agreed, AgreedDtype, AgreedGradient, AgreedPart, AgreedSizes
+from fxpipe.graph.calls.checks import (
+    Agreed,
+    AgreedDtype,
+    AgreedGradient,
+    AgreedPart,
+    AgreedSizes,
+    Compared,
+    ItemIs,
+)
 from fxpipe.graph.calls.graph_calls import Hooked, Refusal, TracedDtype
 from fxpipe.graph.calls.late_lists import joined_late, plain_lists, rejoined, split_late
 from fxpipe.graph.calls.value_functions import Found, running_functions
@@ -52,6 +60,7 @@ from fxpipe.graph.source_line import (
     a_draw,
     an_effect,
     an_unknown_tensor,
+    is_compared,
     is_users,
     user_frame,
 )
@@ -274,9 +283,19 @@ class Operations:
         assert self._leaves.example is not None
         with self._running.unseen():
             result = self._leaves.example.result(func, args, kwargs)
-        node_args = self._writer.argument((result, *plain_tuples(args)))
         check = Agreed(func, user_frame())
-        self._tape.write("call_function", check, node_args, self._writer.argument(kwargs))
+
+        def on_value() -> None:
+            node_args = self._writer.argument((result, *plain_tuples(args)))
+            self._tape.write("call_function", check, node_args, self._writer.argument(kwargs))
+
+        def on_answer(asked: ItemIs, other: object, answer: bool) -> None:
+            given = self._writer.argument((args[0], other))
+            self._writer.call(Agreed(asked, user_frame()), answer, *given)
+
+        if func.__name__ == "item" and isinstance(result, (int, float)) and is_compared():
+            return Compared(result, on_answer, on_value)
+        on_value()
         return result
 
     def _agreed_sizes(self, func: Any, args: Args, kwargs: Kwargs) -> Any:

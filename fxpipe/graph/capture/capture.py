@@ -33,6 +33,7 @@ from fxpipe.graph.capture.dtype_following import (
     let_look,
     link_dtypes,
 )
+from fxpipe.graph.capture.one_row import taking_one
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import merge_modes
@@ -215,7 +216,7 @@ def _capture_open(task: Task, settings: Settings) -> TracedGraph:
             # With all sizes open a model may insist on the batch; alone it may be free.
             faults = attempt.faults(made.inputs.sizes)
             if not faults or found is not None:
-                found = found if faults else made
+                found = found if faults else taking_one(made, task, settings, _capture)
                 break
             found, reason = made, f"the batch is fixed if this size is open: {faults[0]}"
         fewer = attempt.fewer(reason)

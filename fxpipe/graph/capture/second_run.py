@@ -11,6 +11,7 @@ the same state. Then every later run does, too: it starts where the second has s
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fxpipe.graph.guard.world import find
 from fxpipe.graph.nested import SYMBOLIC, closed_over, is_atom
 from fxpipe.graph.record.recorder import Trace
 
-__all__ = ["forgive_carried"]
+__all__ = ["did_the_same", "forgive_carried", "is_same"]
 
 
 def forgive_carried(first: Trace, second: Trace) -> None:
@@ -34,7 +35,9 @@ def forgive_carried(first: Trace, second: Trace) -> None:
         if type(now) is dict and now is carried.read.value:
             return  # filled in place: a stage fills only lists again
         left.append((carried.value, now))
-    if not all(_is_alike(*pair) for pair in left) or not _did_the_same(first, second):
+    if not all(_is_alike(*pair) for pair in left) or not did_the_same(
+        first.tape.graph, second.tape.graph, is_same
+    ):
         return
     faults = {carried.fault for carried in first.carried}
     for carried in first.carried:
@@ -59,11 +62,13 @@ def _is_alike(one: object, other: object) -> bool:
     return is_atom(one) and type(one) is type(other) and bool(one == other)
 
 
-def _did_the_same(first: Trace, second: Trace) -> bool:
-    """Compare two graphs, node by node."""
+def did_the_same(
+    first: fx.Graph, second: fx.Graph, is_alike: Callable[[object, object], bool]
+) -> dict[fx.Node, fx.Node] | None:
+    """Return the second's node for each of the first's; None if their operations differ."""
     ours, theirs = _work(first), _work(second)
     if len(ours) != len(theirs):
-        return False
+        return None
     counterpart = dict(zip(theirs, ours, strict=True))
     same = True
 
@@ -72,15 +77,15 @@ def _did_the_same(first: Trace, second: Trace) -> bool:
         if isinstance(other, fx.Node):
             same &= counterpart.get(other) is one
         else:
-            same &= _is_same(one, other)
+            same &= is_alike(one, other)
 
     for other, one in counterpart.items():
-        same &= one.op == other.op and _is_same(one.target, other.target)
+        same &= one.op == other.op and is_same(one.target, other.target)
         map_pairs(compare, (one.args, one.kwargs), (other.args, other.kwargs))
-    return same
+    return dict(zip(ours, theirs, strict=True)) if same else None
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     """Compare what two runs have made: constants, and our callables by what they hold."""
     if one is other:
         return True
@@ -90,20 +95,20 @@ def _is_same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, types.FunctionType):
         inside = closed_over(one), closed_over(other)
-        return one.__code__ is other.__code__ and all(map(_is_same, *inside))
+        return one.__code__ is other.__code__ and all(map(is_same, *inside))
     if isinstance(one, GraphCall):
-        return one == other or all(map(_is_same, vars(one).values(), vars(other).values()))
+        return one == other or all(map(is_same, vars(one).values(), vars(other).values()))
     return bool(one == other) or (is_atom(one) and repr(one) == repr(other))
 
 
-def _work(trace: Trace) -> list[fx.Node]:
-    """Return the nodes of a trace but for refusals and constants that are left behind.
+def _work(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph but for refusals and constants that are left behind.
 
     Nor checks of sizes: the second run has fewer, since the first has settled some sizes.
     """
     return [
         node
-        for node in trace.tape.graph.nodes
+        for node in graph.nodes
         if not isinstance(node.target, (Refusal, AgreedSizes))
         and not (isinstance(node.target, Kept) and not node.all_input_nodes)
     ]

@@ -5,8 +5,8 @@
 Prints, for rows that constants were fitted to and for those they were not, the error of the step
 time and of the memory, the median, how many are within 15 %, and how often the quicker of two
 options of one model and machine is told right where they differ by more than 5 %. `--docs` puts
-the same text into docs/planner.md. A preset's `error` is the median of the rows held out on its
-kind of device.
+the same text into docs/planner.md. A preset's `error` is the median of its kind of device's rows
+that are held out and have no experts; a test compares it with the docs.
 """
 
 from __future__ import annotations

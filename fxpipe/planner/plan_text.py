@@ -123,7 +123,7 @@ def _error_line(plan: Plan) -> str:
         return f"no published run was compared with {plan.hardware.name}: the error is unknown"
     return (
         f"+-{_error(plan).removeprefix(' +-')} is the median error on published runs that nothing "
-        "was fitted to; nine of ten are within 15%"
+        "was fitted to; of those of all devices 95% are within 15%"
     )
 
 

@@ -36,6 +36,15 @@ def test_a_cut_cable_is_an_error_on_both_hosts(hosts: Hosts) -> None:
     assert all("rank" in one["error"] and one["error"] != "none" for one in found), found
 
 
+def test_a_host_that_falls_silent_is_gone_and_one_that_computes_is_not(hosts: Hosts) -> None:
+    # That ranks really leave their signs, and look for the others', nothing had tried.
+    found = hosts.run("fall_silent")
+
+    assert "rank 1: ConnectionError: it has given no sign of life" in found[0]["error"]
+    assert found[0]["seconds"] < 60.0  # of 120
+    assert found[1]["error"] != "none"
+
+
 def test_a_slow_cable_takes_as_long_as_it_must(hosts: Hosts) -> None:
     hosts.limit("80mbit")
 

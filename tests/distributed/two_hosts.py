@@ -14,6 +14,7 @@ import datetime
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -174,6 +175,32 @@ def lose(rank: int) -> dict[str, Any]:
         made.step(rand(8, 8), target=rand(8, 8))
     except RemoteStageError as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
+    return {"error": "none"}
+
+
+def fall_silent(rank: int) -> dict[str, Any]:
+    """A forward that takes longer than a rank may be silent; then one host stands still."""
+    from unittest import mock
+
+    from fxpipe import RemoteStageError, Schedule1F1B
+    from fxpipe.runtime.control import watch
+    from tests.distributed.bodies import blocks, mse, rand, stages_of
+
+    modules = blocks(2)
+    with mock.patch.multiple(watch, SIGN=0.5, SILENCE=4.0):
+        made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse, timeout=120.0)
+        made.step(rand(8, 8), target=rand(8, 8))
+        if rank == 1:
+            modules[1].register_forward_hook(lambda *_: time.sleep(1.5))
+        made.step(rand(8, 8), target=rand(8, 8))
+        if rank == 1:
+            with subprocess.Popen(["sh", "-c", f"sleep 15; kill -CONT {os.getpid()}"]):
+                os.kill(os.getpid(), signal.SIGSTOP)
+        start = time.monotonic()
+        try:
+            made.step(rand(8, 8), target=rand(8, 8))
+        except RemoteStageError as error:
+            return {"error": str(error), "seconds": time.monotonic() - start}
     return {"error": "none"}
 
 

@@ -181,6 +181,7 @@ def _serve(pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10, of its own
     pipe.send("ready")
     while True:
         try:

@@ -1,6 +1,10 @@
-"""Predicted against measured step times, on two gloo processes.
+"""Predicted against measured: step times on two gloo processes, memory of each rank in one.
 
     python -m benchmarks.plan_accuracy [--rounds 5]
+    python -m benchmarks.plan_accuracy --memory
+
+The second prints, for each model and schedule on four ranks, the fullest rank's predicted and
+measured bytes (storages that its actions made and nobody has freed) and the worst error of a rank.
 
 In each round both processes profile the model's parts at the same time and run one step of
 every option of the plan, so that a change of the machine's load meets all alike. A step takes as
@@ -28,6 +32,7 @@ from benchmarks.ports import free_port, join
 from fxpipe.planner.cost.measured import Measured, Profile
 from fxpipe.planner.cost.training import Training
 from fxpipe.planner.plan import Plan, plan
+from fxpipe.planner.search.estimate import rank_memory
 from fxpipe.planner.search.profile import profile
 from fxpipe.planner.search.search import Pricing, Search
 from fxpipe.program import Link
@@ -57,7 +62,11 @@ def _build(name: str) -> nn.Module:
 
 
 def _loss(output: Any, target: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
+    parts = list(output.values()) if isinstance(output, dict) else [output]
+    means: list[torch.Tensor] = [
+        part.float().square().mean() for part in parts if isinstance(part, torch.Tensor)
+    ]
+    return torch.stack(means).sum()
 
 
 def _shared(own: list[Profile], link: Link) -> Profile:
@@ -164,6 +173,69 @@ def _measure(name: str, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def _memory(name: str) -> list[dict[str, Any]]:
+    """What each rank of each schedule holds at its fullest, as planned and in a real step."""
+    from tests.planner.tracked import RankMemory
+
+    model = models.load(name).build()
+    args, kwargs = models.load(name).example_inputs(MICROBATCH)
+    found = plan(
+        model, args, "cpu core", 4, 8 * MICROBATCH, 64e9, example_kwargs=kwargs, offload=0,
+        microbatch_sizes=MICROBATCH, data_parallel=1, stages_per_rank=(1, 2), checkpointing="none",
+        optimizer="none", loss=False,
+    )  # fmt: skip
+    args, kwargs = models.load(name).example_inputs(8 * MICROBATCH)
+    target = torch.zeros(8 * MICROBATCH)
+    rows: list[dict[str, Any]] = []
+    for choice, option in enumerate(found.options):
+        run = found.build(choice=choice, loss_fn=_loss).schedule
+        run.record_timeline()
+        given = [v for v in (*args, *kwargs.values(), target) if isinstance(v, torch.Tensor)]
+        for _ in range(2):  # the first step makes what stays
+            model.zero_grad(set_to_none=True)
+            with RankMemory(run, [*model.parameters(), *model.buffers(), *given]) as memory:
+                run.step(*args, target=target, return_outputs=False, **kwargs)
+        model.zero_grad(set_to_none=True)
+        held = rank_memory(
+            run.program, run.timeline.spans, option.stages, option.edge_bytes, copies=False
+        )
+        predicted = [rank.total - rank.weights for rank in held]
+        errors = [a / b - 1 for a, b in zip(predicted, memory.peak, strict=True)]
+        rows.append(
+            {
+                "model": name,
+                "option": str(option.candidate),
+                "predicted": max(predicted),
+                "measured": max(memory.peak),
+                "fullest": max(predicted) / max(memory.peak) - 1,
+                "errors": errors,
+            }
+        )
+    return rows
+
+
+def _print_memory(names: Sequence[str]) -> None:
+    every: list[float] = []
+    for name in names:
+        rows = _memory(name)
+        print(f"\n{name}: predicted kB, measured kB, error, worst of the ranks")
+        for row in rows:
+            worst = max(row["errors"], key=abs)
+            print(
+                f"  {row['predicted'] / 1e3:8.1f} {row['measured'] / 1e3:8.1f} "
+                f"{row['fullest']:+7.1%} {worst:+7.1%}  {row['option']}"
+            )
+        errors = [error for row in rows for error in row["errors"]]
+        every += errors
+        fullest = [row["fullest"] for row in rows]
+        print(
+            f"  fullest rank {min(fullest):+.1%} to {max(fullest):+.1%}; ranks "
+            f"{min(errors):+.1%} to {max(errors):+.1%}, median "
+            f"{statistics.median(map(abs, errors)):.1%}"
+        )
+    print(f"\nmedian error {statistics.median(map(abs, every)):.1%} over {len(every)} ranks")
+
+
 def _serve(rank: int, port: int, names: Sequence[str], rounds: int, answers: Any) -> None:
     join(rank, port)
     torch.manual_seed(0)
@@ -176,14 +248,21 @@ def _serve(rank: int, port: int, names: Sequence[str], rounds: int, answers: Any
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--models", nargs="+", choices=models.NAMES)
+    parser.add_argument("--memory", action="store_true", help="bytes per rank instead of times")
     options = parser.parse_args(argv)
+    if options.memory:
+        _print_memory(options.models or models.NAMES)
+        return 0
+    names = options.models or list(CASES)
+    if unknown := sorted(set(names) - set(CASES)):
+        parser.error(f"no times for {', '.join(unknown)}; there are {', '.join(CASES)}")
     port = free_port()
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [
         context.Process(
-            target=_serve, args=(rank, port, options.models, options.rounds, answers), daemon=True
+            target=_serve, args=(rank, port, names, options.rounds, answers), daemon=True
         )
         for rank in range(2)
     ]

@@ -201,7 +201,7 @@ def _pipe(plan: Plan, option: Option, given: Given | None) -> Pipe:
             )
         if plan.subject.pipe is not None:
             return plan.subject.pipe
-        traced = plan.subject.traced
+        traced = plan.subject.uncut()
     else:
         model, args, kwargs = given
         traced = capture(model, args, kwargs, opened=set(plan.opened))

@@ -108,7 +108,7 @@ def _pipe_of(plan: Plan) -> tuple[Pipe | None, list[float] | None]:
     if subject is None:
         return None, None
     stage_of = {name: stage for stage, names in enumerate(best.nodes) for name in names}
-    pipe = subject.pipe or Pipe(subject.traced, Assignment(stage_of))
+    pipe = subject.pipe or Pipe(subject.uncut(), Assignment(stage_of))
     sizes = {**subject.sizes, "batch": best.candidate.microbatch_size}
     flops = [0.0] * best.candidate.num_stages
     for name, seen in subject.costs.at(sizes).items():

@@ -317,6 +317,20 @@ def test_report_is_one_html_file(found, tmp_path):
     assert "Plan for 2 ranks of" in loaded.read_text()
 
 
+def test_a_plan_is_built_again_after_a_report_or_another_build(tmp_path):
+    # A cut writes sizes that travel into the captured graph, and the next one refused it: "this is
+    # not the model that was planned".
+    model, (args, kwargs) = load("unet").build(), load("unet").example_inputs(2)
+    asked = {"schedules": ["1F1B", "ZBH1"], "microbatch_sizes": 2, "checkpointing": "none"}
+    found = plan(model, args, BARE, 4, 16, example_kwargs=kwargs, data_parallel=1, **asked)
+
+    for choice in range(2):
+        found.report(tmp_path / "plan.html")
+        built = found.build(choice=choice)
+        batch, more = load("unet").example_inputs(built.rows)
+        torch.testing.assert_close(built.schedule.eval(*batch, **more), model(*batch, **more))
+
+
 def test_large_models_are_planned_without_weights():
     with torch.device("meta"):
         model = gpt.build(layers=24, width=1024, heads=16, vocab=32000, length=1024).bfloat16()

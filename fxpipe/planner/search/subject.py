@@ -69,6 +69,15 @@ class Subject:
         specs = [self.costs.specs[value] for value in self.costs.result]
         return len(specs) == 1 and specs[0].dtype.is_floating_point and len(specs[0].shape) > 2
 
+    def uncut(self) -> TracedGraph:
+        """The captured graph; captured again if an earlier cut has written transfers into it."""
+        known = {node.name for node in self.costs.nodes}
+        facts = self.traced.facts
+        if all(n.name in known for n in work_nodes(self.traced) if not facts[n].is_part):
+            return self.traced
+        args, kwargs = self.call
+        return capture(self.traced.module, args, kwargs, opened=set(self.traced.opened))
+
     def opened_up(self, hardware: Hardware) -> Subject | None:
         """The same model with its blocks opened, so that cuts may fall between their parts."""
         inside = {

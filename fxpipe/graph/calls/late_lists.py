@@ -9,6 +9,7 @@ Whatever else is done with them makes a plain list or tuple first, as if it had 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,12 +105,19 @@ def watched_lists(
 
 
 def plain_lists(value: Any) -> Any:
-    """Return arguments with plain lists in place of late ones."""
+    """Return arguments with plain lists in place of late ones.
+
+    A list without any is the same object: a callee may put something in.
+    """
     if isinstance(value, LateList):
         return value.plain()
-    if type(value) in (tuple, list):
-        return type(value)(map(plain_lists, value))
-    return {key: plain_lists(part) for key, part in value.items()} if type(value) is dict else value
+    if type(value) not in (tuple, list, dict):
+        return value
+    parts = list(value.values() if type(value) is dict else value)
+    made = list(map(plain_lists, parts))
+    if all(map(operator.is_, made, parts)):
+        return value
+    return dict(zip(value, made, strict=True)) if type(value) is dict else type(value)(made)
 
 
 def split_late(func: object, args: Any, kwargs: Any, split: Callable[..., object]) -> Parts | None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.guard.changeable import CONTAINERS, copied, unseen
 from fxpipe.graph.nested import contents, is_atom
 from fxpipe.graph.source_line import Place
 from fxpipe.torch_inside import BUFFERS, HOOKS, MODULES, PARAMETERS
@@ -163,6 +164,8 @@ class _Contents:
 
     def is_same(self) -> bool:
         try:
+            if not isinstance(self.live, CONTAINERS):
+                return bool(unseen(self.live) == self.copy)
             if isinstance(self.copy, tuple):
                 return tuple(self.live) == self.copy
             if isinstance(self.copy, _Ids):
@@ -204,7 +207,9 @@ class World:
                     grouped.setdefault((id(read.holder), home), []).append(read)
             elif read.value is now:
                 world._identity(read, now, text, None)
-                if read.inside is None or contents(now) == read.inside:
+                if unseen(now) is not None:
+                    world._told_as(now, read.inside, text, read.place)
+                elif read.inside is None or contents(now) == read.inside:
                     world._contents(now, text, read.place)
                 elif type(now) is dict:  # the run itself had put more in before it was read
                     world._some_contents(now, read.inside, text, read.place)
@@ -294,14 +299,17 @@ class World:
         self._add(entry, told)
 
     def _contents(self, value: Any, text: str, place: Place, depth: int = 0) -> None:
-        if type(value) not in (list, dict, set) or len(value) > _MOST or depth > 6:
+        if not isinstance(value, CONTAINERS) or len(value) > _MOST or depth > 6:
             return
         inside = list(value.values()) if isinstance(value, dict) else list(value)
         holds = any(isinstance(part, (nn.Module, torch.Tensor)) for part in inside)
-        entry = _Contents(value, _ids(value) if holds else value.copy())
-        self._add(entry, lambda: [f"the contents of {text} have changed{_at(place)}"])
+        self._told_as(value, _ids(value) if holds else copied(value), text, place)
         for part in inside:
             self._contents(part, text, place, depth + 1)
+
+    def _told_as(self, value: Any, inside: Any, text: str, place: Place) -> None:
+        entry = _Contents(value, inside)
+        self._add(entry, lambda: [f"the contents of {text} have changed{_at(place)}"])
 
     def _some_contents(
         self, live: dict[object, object], inside: Any, text: str, place: Place

@@ -1,13 +1,17 @@
 """What opened code read is compared before each run: followed, or refused by name."""
 
+import collections
 import copy
 import enum
 import gc
+import itertools
 import pickle
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -29,6 +33,13 @@ class Config:
         self.scale, self.unread = 2.0, "x"
 
 
+class Slotted:
+    __slots__ = ("gains", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.gains = 1.0, [1.0]
+
+
 class Net(nn.Module):
     limit = 3
 
@@ -42,13 +53,17 @@ class Net(nn.Module):
         self.flag, self.rate, self.name, self.kind = True, 0.5, "one", Kind.ONE
         self.pair, self.unread = (1, 2), 0
         self.weights, self.options = [1.0, 2.0], {"add": {"it": 1.0}}
-        self.config = Config()
+        self.config, self.slotted = Config(), Slotted()
+        self.space = types.SimpleNamespace(inner=types.SimpleNamespace(gain=1.0))
+        self.numbers, self.recent = np.ones(2), collections.deque([1.0])
         self.act: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
 
     def forward(self, x: torch.Tensor) -> Any:
         x = self.a(x) * self.w + self.table + self.fixed
         x = x + self.rate if self.flag and self.name == "one" and self.kind is Kind.ONE else -x
         x = x * self.weights[1] + self.options["add"]["it"] * self.pair[0] * self.config.scale
+        x = x * self.slotted.scale * self.slotted.gains[0] * self.space.inner.gain
+        x = x * float(self.numbers[0]) * self.recent[0]
         if hasattr(self, "extra") or self.absent is not None or self.limit > 3:
             x = x * 2
         return self.b(self.act(x))
@@ -72,6 +87,11 @@ CHANGES = {
     "contents of options": lambda model: model.options["add"].update(it=7.0),
     "config.scale was 2.0, is 3.0": lambda model: put("scale", 3.0)(model.config),
     "config was a Config": put("config", Config()),
+    "slotted.scale was 1.0, is 3.0": lambda model: put("scale", 3.0)(model.slotted),
+    r"slotted.gains was \[1.0\], is \[2.0\]": lambda m: m.slotted.gains.__setitem__(0, 2.0),
+    "contents of space": lambda model: put("gain", 3.0)(model.space.inner),
+    "contents of numbers": lambda model: model.numbers.__setitem__(0, 2.0),
+    "contents of recent": lambda model: model.recent.appendleft(2.0),
     "act was <built-in method tanh": put("act", torch.relu),
     r"fixed was float32\[8\]": put("fixed", torch.zeros(8)),
     "extra was nothing, is 1": put("extra", 1),
@@ -258,6 +278,49 @@ class FillsBuffer(Net):
         if self.absent is None:
             self.absent = x.detach().mean((0, 1))
         return self.b(x - self.absent)
+
+
+class CountsElsewhere(Net):
+    """Keeps a number where no attribute of a module shows it."""
+
+    def __init__(self, keeper: Any, count: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.keeper, self.count = keeper, count
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.b(self.a(x)) * self.count(self.keeper)
+
+
+def count_space(space: Any) -> float:
+    space.count += 1
+    return float(space.count)
+
+
+def count_numbers(numbers: Any) -> float:
+    numbers[0] += 1
+    return float(numbers[0])
+
+
+def count_recent(recent: Any) -> float:
+    recent.append(1.0)
+    return float(sum(recent))
+
+
+@pytest.mark.parametrize(
+    ("keeper", "count"),
+    [
+        (types.SimpleNamespace(count=0), count_space),
+        (np.zeros(1), count_numbers),
+        (collections.deque([1.0], maxlen=4), count_recent),
+        (itertools.count(), next),
+        ((n for n in range(9)), next),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_a_count_that_no_attribute_shows_is_refused(keeper: Any, count: Any) -> None:
+    # Stages went on with the number of the trace: nothing sees what C code keeps.
+    with pytest.raises(TraceError, match=r"reads 'keeper' .* and changes what is in it"):
+        pipeline(CountsElsewhere(keeper, count), (X,), split_spec=AT_B, check=False)
 
 
 class Collects(Net):

@@ -84,11 +84,15 @@ class Bench:
     def many(self) -> Iterator[None]:
         """Observe several nodes: what lies beyond a node's own modules is put back at the end."""
         self._far = Places(self.traced.module)
+        # A function may have a module's parameters in it that are not replaced for its run.
+        gradients = [(parameter, parameter.grad) for parameter in self.traced.module.parameters()]
         try:
             yield
         finally:
             self._far.restore()
             self._far = None
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def observe(self, node: fx.Node, sizes: Sizes) -> Observation:
         """What a node costs at given sizes."""

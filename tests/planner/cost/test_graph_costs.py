@@ -9,7 +9,7 @@ from fxpipe.graph.capture.capture import capture
 from fxpipe.graph.cut.cut import Assignment
 from fxpipe.graph.cut.flow import work_nodes
 from fxpipe.graph.markers import choose_opened
-from fxpipe.graph.pipe import Pipe
+from fxpipe.graph.pipe import Pipe, pipeline
 from fxpipe.planner.cost.graph_costs import GraphCosts
 from fxpipe.planner.cost.observation import PHASES
 from fxpipe.planner.cost.training import Training
@@ -209,3 +209,24 @@ def test_pricing_leaves_the_model_alone():
     assert all(p.grad is None for p in found.model.parameters())
     for name, tensor in found.model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+class Maps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mapped = torch.vmap(self.a)(x)
+        return self.b(mapped)
+
+
+def test_gradients_are_as_they_were() -> None:
+    # The backward of a function that has a module in it left gradients without data there, and
+    # the first training step added to them.
+    model = Maps()
+    model.b.weight.grad = before = torch.ones(8, 8)
+
+    pipeline(model, (torch.randn(4, 6, 8),), num_stages=2)
+
+    assert [parameter.grad for parameter in model.parameters()] == [None, None, before, None]

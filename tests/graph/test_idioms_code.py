@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxpipe import SplitPoint, pipe_split, pipeline
+from fxpipe import LocalGroup, Schedule1F1B, SplitPoint, pipe_split, pipeline
 from fxpipe.errors import TraceError
 from tests.parity import assert_same, run
 
@@ -238,9 +238,44 @@ class Bags(Program):
         return self.b(self.second(x, losses)), sum(losses), named["last"]
 
 
+class Keys:
+    def __init__(self) -> None:
+        self.known: list[Tensor] = []
+
+    def update(self, index: int, key: Tensor) -> Tensor:
+        if index == len(self.known):
+            self.known.append(key)
+        return self.known[0] + key
+
+
+class Attends(nn.Linear):
+    def __init__(self, index: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.index = index
+
+    def forward(self, input: Tensor, keys: Any = None) -> Tensor:
+        return input + keys.update(self.index, super().forward(input)).mean(1, keepdim=True)
+
+
+class FillsKeys(Program):
+    """Makes a cache in each call, which its layers fill, and reads it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attends(index) for index in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        x, keys = self.a(x), Keys()
+        for index, layer in enumerate(self.layers):
+            x = layer(x, keys)
+            if index == 1:
+                self.mark()
+        return self.b(x), keys.known[0]
+
+
 PROGRAMS = (
-    Bags, Recurrent, Mixture, Features, Iterates, Normed, FrozenNorm, Scripted, Regions, Tables,
-    Complex,
+    Bags, FillsKeys, Recurrent, Mixture, Features, Iterates, Normed, FrozenNorm, Scripted, Regions,
+    Tables, Complex,
 )  # fmt: skip
 WAYS = ("marker", "name", "number")
 
@@ -347,6 +382,28 @@ def test_packed_sequences_stay_inside_a_module() -> None:
     # Into stages of equal weight: the module that cannot be opened is one call.
     model = copy.deepcopy(plain)
     check(plain, pipeline(model, args, num_stages=2), args)
+
+
+class Scales(Program):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        return self.b(y) * y.abs().max().item() + y.detach()[0, 0].tolist()[0]
+
+
+def test_a_number_that_crosses_a_cut_keeps_its_digits() -> None:
+    # A schedule refused every step: "'item_value': returned float32[], agreed float64[]".
+    model = Scales()
+    args = model.inputs(4, 6)
+    pipe = pipeline(model, args, split_spec={"b": SplitPoint.BEGINNING})
+    stages = [pipe.build_stage(index, "cpu", LocalGroup(2)) for index in range(2)]
+    schedule = Schedule1F1B(stages, n_microbatches=1, loss_fn=lambda y, _: y.square().mean())
+
+    plain = copy.deepcopy(model)
+    plain(*args).square().mean().backward()
+    schedule.step(*args, target=args[0])
+
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 class Translates(nn.Module):

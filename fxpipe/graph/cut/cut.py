@@ -22,7 +22,7 @@ from torch import fx, nn
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.checks import AgreedPart
-from fxpipe.graph.calls.graph_calls import Hooked, Kept, Observed
+from fxpipe.graph.calls.graph_calls import Hooked, Kept, Observed, after, given
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import Flow, is_free, work_nodes
 from fxpipe.graph.cut.recompute import choose_repeated
@@ -143,7 +143,16 @@ def _with_late_draws(traced: TracedGraph, assignment: Assignment) -> dict[str, i
     for node in work_nodes(traced):
         if isinstance(node.target, (Hooked, Kept, AgreedPart, Observed)):
             stage_of[node.name] = _made_in(traced, stage_of, node.all_input_nodes)
+        elif node.target in (given, after) and node.users:
+            stage_of[node.name] = _made_in(traced, stage_of, [_changing(node)])
     return stage_of
+
+
+def _changing(node: fx.Node) -> fx.Node:
+    """Return the call that changes a list or dict, which must be made where the call is."""
+    found: object = node.args[1] if node.target is after else next(iter(node.users))
+    assert isinstance(found, fx.Node)
+    return found
 
 
 def _made_in(traced: TracedGraph, stage_of: Mapping[str, int], nodes: Iterable[fx.Node]) -> int:

@@ -70,8 +70,8 @@ def symbols_in(args: object) -> Iterator[str]:
 
 
 def as_tensor(value: object) -> torch.Tensor:
-    """Return a number as a tensor that can be sent."""
-    return torch.as_tensor(value)
+    """Return a number as a tensor that can be sent, with all its digits."""
+    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 class Flow:

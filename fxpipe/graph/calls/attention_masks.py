@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 import threading
 import types
@@ -34,7 +35,7 @@ from fxpipe.graph.nested import Args, Kwargs
 from fxpipe.graph.sandbox.patches import patched
 from fxpipe.torch_inside import FakeTensor
 
-__all__ = ["MaskCall", "may_be_none", "watched_masks"]
+__all__ = ["MaskCall", "mask_call", "masks_of", "may_be_none", "watched_masks"]
 
 _HOMES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 _NAMES = ("create_", "_prepare_4d_")
@@ -95,9 +96,30 @@ class _WholeMaskCall(MaskCall):
             return self._function(*args, **kwargs)
 
 
+def mask_call(node: fx.Node) -> fx.Node | None:
+    """Return the call that made a mask, alone or under a name among others; None for no mask."""
+    source = node.args[0] if _is_named_part(node) else node
+    is_mask = isinstance(source, fx.Node) and isinstance(source.target, MaskCall)
+    return source if is_mask else None  # type: ignore[return-value]
+
+
+def masks_of(node: fx.Node) -> list[fx.Node]:
+    """Return what a call of a mask function makes: itself, or the masks by name."""
+    return [user for user in node.users if _is_named_part(user)] or [node]
+
+
 def may_be_none(node: fx.Node) -> bool:
     """Say whether only modules that are not opened, which look for themselves, get a mask."""
-    return isinstance(node.target, MaskCall) and all(u.op == "call_module" for u in node.users)
+    if not isinstance(node.target, MaskCall):
+        return False
+    masks = masks_of(node)
+    users = [user for mask in masks for user in mask.users]
+    is_whole = masks == [node] or set(masks) == set(node.users)
+    return is_whole and all(user.op == "call_module" for user in users)
+
+
+def _is_named_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], str)
 
 
 @contextmanager

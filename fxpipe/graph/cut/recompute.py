@@ -16,7 +16,7 @@ import dataclasses
 
 from torch import fx, nn
 
-from fxpipe.graph.calls.attention_masks import MaskCall
+from fxpipe.graph.calls.attention_masks import MaskCall, mask_call
 from fxpipe.graph.capture.dtype_following import HEAVY, function_name, keeps_parameter_dtype
 from fxpipe.graph.cut.flow import Flow, is_free
 from fxpipe.graph.interface import TensorSpec
@@ -61,7 +61,7 @@ def _is_worth_it(flow: Flow, node: fx.Node, stage: int, chain: _Chain) -> bool:
         return False
     if any(not _is_read_earlier(flow, read, stage) for read in extra):
         return False
-    if isinstance(node.target, MaskCall):
+    if mask_call(node) is not None:
         return True  # its own mask, or none, lets a stage call the plain model's kernel
     work = sum(_bytes(flow, n) for n in chain.nodes) / _CHEAPER
     return work + sum(_bytes(flow, read) for read in extra) <= _bytes(flow, node)
@@ -104,16 +104,17 @@ def _mask_chain(flow: Flow, node: fx.Node, stage: int, received: list[fx.Node]) 
 
     Sending it would fix whether there is one; see `attention_masks`.
     """
-    if not isinstance(node.target, MaskCall) or not _is_repeatable(flow, node):
+    mask = mask_call(node)
+    if mask is None or not _is_repeatable(flow, mask):
         return None
-    chain = _Chain({node}, set(), {})
-    stack = flow.sources(node)
+    chain = _Chain({node, mask}, set(), {})
+    stack = flow.sources(mask)
     while stack:
         source = stack.pop()
         if source.op == "placeholder":
             chain.reads.add(source)
-        elif source in flow.facts[node].untouched:
-            stand_in = _stand_in(flow, node, source, received)
+        elif source in flow.facts[mask].untouched:
+            stand_in = _stand_in(flow, mask, source, received)
             if not stand_in:
                 return None
             chain.stand_ins.update(stand_in)

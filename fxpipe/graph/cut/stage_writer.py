@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.graph.calls.attention_masks import MaskCall, may_be_none
+from fxpipe.graph.calls.attention_masks import MaskCall, masks_of, may_be_none
 from fxpipe.graph.calls.graph_calls import (
     Constant,
     Formula,
@@ -167,8 +167,9 @@ class StageWriter:
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         if isinstance(target, TracedDtype):
             return self._dtype(target)
-        if isinstance(target, MaskCall) and (node in self._sent or not may_be_none(node)):
-            target = target.whole
+        if isinstance(target, MaskCall):
+            is_sent = any(mask in self._sent for mask in (node, *masks_of(node)))
+            target = target.whole if is_sent or not may_be_none(node) else target
         known = self._known[node]
         is_usual = known.ambient == Ambient()
         if node.op == "call_module":

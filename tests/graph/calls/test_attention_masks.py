@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations import flex_attention
-from transformers.masking_utils import create_bidirectional_mask
+from transformers.masking_utils import create_bidirectional_mask, create_masks_for_generate
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.markers import SplitPoint
@@ -160,6 +160,48 @@ def test_each_stage_makes_a_mask_of_what_another_has_computed():
     model = OwnPadding()
     spec = {"layers.2": SplitPoint.BEGINNING}
     pipe = pipeline(model, (torch.randn(2, 5, 16),), split_spec=spec)
+    padded = torch.randn(3, 5, 16)
+    padded[1:, 3:] = -1e12
+
+    for x, mask in ((torch.randn(3, 5, 16), None), (padded, (3, 1, 5, 5))):
+        with KernelCalls() as plain:
+            expected = model(x)
+        with KernelCalls() as ours:
+            found = pipe(x)
+        assert ours.calls == plain.calls
+        assert ours.calls[-1][0] == mask
+        torch.testing.assert_close(found, expected)
+
+
+class CausalLayer(Layer):
+    def forward(self, x, mask):
+        heads = self.linear(x)[:, None]
+        return x + ATTENTION(heads, heads, heads, attn_mask=mask, is_causal=mask is None)[:, 0]
+
+
+class NamedMasks(OwnPadding):
+    """As Gemma 4: all masks are made at once, and each layer takes the one of its kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(CausalLayer() for _ in range(3))
+        kinds = ["sliding_attention", "full_attention"]
+        self.config = transformers.Gemma2Config(
+            **TINY, layer_types=kinds, sliding_window=8, attn_implementation="sdpa"
+        )
+
+    def forward(self, x):
+        given = self.padding(x)
+        masks = create_masks_for_generate(self.config, x, given, None)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, masks[self.config.layer_types[number % 2]])
+        return x
+
+
+def test_a_stage_makes_masks_again_that_are_made_together():
+    # They were sent, since what crossed was a part of the call and not the call.
+    model = NamedMasks()
+    pipe = pipeline(model, (torch.randn(2, 5, 16),), split_spec={"layers.1": SplitPoint.BEGINNING})
     padded = torch.randn(3, 5, 16)
     padded[1:, 3:] = -1e12
 

@@ -257,11 +257,22 @@ class StandIns:
             shape = [size(expr) for expr in next(remaining)]
             if isinstance(leaf, torch.SymInt):
                 return shape[0]
+            if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
+                return self._inexact(leaf)
             if not _has_symbols(leaf) and not any(isinstance(part, torch.SymInt) for part in shape):
                 return leaf
             return self._like(leaf, shape)
 
         return map_leaves(one, output)
+
+    def _inexact(self, value: torch.SymFloat | torch.SymBool) -> object:
+        """Return a fraction or an answer that a leaf has computed of sizes, in the model's."""
+        env = self._sizes.env
+        expr = env.replace(value.node.expr.xreplace(self._model))
+        if isinstance(value, torch.SymBool):
+            return env.create_symboolnode(expr) if expr.free_symbols else bool(expr)
+        hint = float(self._at(expr, {}))
+        return env.create_symfloatnode(expr, hint=hint) if expr.free_symbols else hint
 
 
 def numbers_in(value: object) -> list[torch.SymInt]:

@@ -188,3 +188,40 @@ def test_a_leaf_that_is_given_sizes_as_numbers_takes_others() -> None:
     for shape in ((3, 16, 20), (1, 16, 20), (2, 24, 32), (1, 32, 18), (2, 10, 26)):
         x = torch.randn(*shape, WIDTH).double()
         assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
+
+
+class Measures(nn.Module):
+    """Returns what it has computed of sizes, some of them given as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, length: int) -> tuple[Tensor, float, bool, int]:
+        return self.linear(x), x.shape[1] / 2, length > 5, length * 3
+
+
+class Measured(nn.Module):
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.leaf, self.b, self.given = Measures(), nn.Linear(WIDTH, WIDTH), given
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, half, is_long, triple = self.leaf(x, x.shape[1] if self.given else 8)
+        x = x * half + triple
+        return self.b(x + 1 if is_long else x)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_fractions_and_answers_that_a_leaf_returns_are_of_the_models_sizes(given: bool) -> None:
+    # "stage 0 needs the size s53", a symbol of ours that nobody has.
+    torch.manual_seed(0)
+    model = Measured(given)
+    pipe = pipeline(model, (torch.randn(2, 8, WIDTH),), split_spec={"b": SplitPoint.BEGINNING})
+
+    for shape in ((2, 8), (3, 11), (1, 6)):
+        x = torch.randn(*shape, WIDTH)
+        assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
+    if given:
+        with pytest.raises(PipeliningShapeError, match="sequence > 5"):
+            pipe(torch.randn(2, 4, WIDTH))

@@ -35,6 +35,7 @@ from fxpipe.graph.record.operations import Operations, Writer
 from fxpipe.graph.record.torch_functions import plain_tuples
 from fxpipe.graph.sandbox.fake import FakeState
 from fxpipe.graph.sandbox.patches import observe, unobserved
+from fxpipe.graph.sandbox.restore import Places
 from fxpipe.graph.sizes.symbols import Sizes
 from fxpipe.graph.source_line import user_frame
 from fxpipe.torch_inside import FakeTensor, version_of
@@ -128,9 +129,18 @@ class WholeCalls:
         if not self._running.is_opened():
             names = {self._running.name_of(part) for part in self._running.leaves}
             self._writer.hooked.update(name for name in names if name is not None)
-            with suppress(Exception):
-                return hook(module, *values)
-            return None
+            holder = nn.Module()
+            vars(holder)["hook"] = hook
+            made_up = (leaf for _, leaf in walk(values) if isinstance(leaf, torch.Tensor))
+            places = None if all(isinstance(t, FakeTensor) for t in made_up) else Places(holder)
+            try:
+                with suppress(Exception):
+                    return hook(module, *values)
+                return None
+            finally:
+                if places is not None and places.have_changed():
+                    places.restore()  # what it keeps of made-up values would be a constant
+                    self._writer.want_open()
         tensors = [leaf for _, leaf in walk(values) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
         counts = [sys.getrefcount(tensor) for tensor in tensors]

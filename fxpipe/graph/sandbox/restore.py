@@ -177,6 +177,10 @@ class Places:
             if not _is_same(place, content):
                 _put_back(place, content)
 
+    def have_changed(self) -> bool:
+        """Say whether a place holds something else now."""
+        return not all(_is_same(place, content) for place, content in self._held)
+
     def _finish_queue(self) -> None:
         while self._queue:
             self._visit(self._queue.popleft())

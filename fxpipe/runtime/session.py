@@ -235,7 +235,7 @@ class Session:
         try:
             with replicas.limited():
                 try:
-                    replicas.begin({})
+                    replicas.begin_failed()
                     lowered = lower_call(
                         self.program,
                         self.options,

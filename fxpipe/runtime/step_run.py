@@ -322,7 +322,7 @@ class StepRun:
         """Finish the transfers that are owed, so that no peer waits for this rank."""
         try:
             self._partners.tell(in_words(error))
-            self._replicas.begin({})
+            self._replicas.begin_failed()
             if self.session.is_local:
                 for executor in self.plan.executors:
                     executor.drain_collectives()

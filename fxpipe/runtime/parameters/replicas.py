@@ -43,6 +43,7 @@ from fxpipe.runtime.wire.failure import Deadline
 __all__ = ["Replicas"]
 
 _GRACE = 2.0  # seconds for collectives that all replicas have begun
+_FAILED = -1  # like no other number that is compared
 
 
 class Replicas:
@@ -85,14 +86,31 @@ class Replicas:
         for sync in self._syncs:
             sync.begin(earlier, reduces=self._reduces, may_reduce=self._may_reduce)
         for group in self._groups:
-            self._open(group)
+            what = [(sync.trained.digest, sync.reduces) for sync in self._of(group) if self._trains]
+            self._open(group, zlib.crc32(repr(what).encode()))
 
-    def _open(self, group: dist.ProcessGroup) -> None:
+    def begin_failed(self) -> None:
+        """Begin the step, if it has not begun, of a replica that has failed before: none reduces.
+
+        Nobody would take back what the others' gradients add to this one's.
+
+        Raises:
+            RemoteStageError: a replica was silent in an earlier step.
+        """
+        if self._begun:
+            return
+        check_groups(self._groups)
+        self._begun, self._are_same = True, False
+        for sync in self._syncs:
+            sync.begin({}, reduces=self._reduces, may_reduce=self._may_reduce)
+        for group in self._groups:
+            self._open(group, _FAILED)
+
+    def _open(self, group: dist.ProcessGroup, digest: int) -> None:
         """Begin to compare what this replica will reduce with the others."""
-        what = [(sync.trained.digest, sync.reduces) for sync in self._of(group) if self._trains]
         with asked(group):
             ballot = ballot_of(group, self._deadline)
-            self._opened[group] = ballot.open(zlib.crc32(repr(what).encode()), self._deadline)
+            self._opened[group] = ballot.open(digest, self._deadline)
 
     def _of(self, group: dist.ProcessGroup) -> list[GradSync]:
         return [sync for sync in self._syncs if any(one is group for one in sync.groups)]
@@ -221,7 +239,7 @@ class Replicas:
             self._voted.append(group)
             with contextlib.suppress(SilentReplicaError):
                 if group not in self._opened:
-                    self._open(group)
+                    self._open(group, _FAILED)
                 with asked(group):
                     ballot = ballot_of(group, self._deadline)
                     ballot.say(message)

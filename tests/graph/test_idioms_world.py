@@ -212,6 +212,23 @@ def test_a_dtype_of_a_value_in_another_stage_follows_the_model() -> None:
     torch.testing.assert_close(pipe(x), model(x))
 
 
+def test_a_dtype_of_a_value_in_another_stage_is_that_of_the_value() -> None:
+    # It was read off a module of the stage: under autocast the output was float32, not bfloat16.
+    model = Limits()
+    x = torch.randn(4, 5, WIDTH)
+    pipe = split(model, "num_stages", x, check=False)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+class Limits(Program):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        least = torch.full((x.shape[1], 1), torch.finfo(y.dtype).min, dtype=y.dtype)
+        return self.b(y.masked_fill(y > 0, 0.0)) + least.clamp(min=-1)
+
+
 class Extends(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ Out: a `Flow`: for each stage the nodes it computes (its own, and those it repea
      and the nodes it receives.
 
 Only tensors travel. A nested value is sent as its tensors. A number that comes from
-data (`.item()`), or a size that a stage cannot read off any tensor it has, is sent
-as a 0-d tensor. A view of a tensor that a later stage changes in place is not sent;
+data (`.item()`), a size that a stage cannot read off any tensor it has, or the dtype of a
+value is sent as a 0-d tensor. A view of a tensor that a later stage changes in place is not sent;
 its base is, and the view is taken again.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import SplitError
-from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, given
+from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, dtype_of, given
 from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
 from fxpipe.graph.capture.train_eval import ModeDependent, choose
 from fxpipe.graph.dims import symbol
@@ -72,6 +72,11 @@ def symbols_in(args: object) -> Iterator[str]:
 def as_tensor(value: object) -> torch.Tensor:
     """Return a number as a tensor that can be sent, with all its digits."""
     return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def zero_like(value: torch.Tensor) -> torch.Tensor:
+    """Return a zero that has the dtype of a tensor."""
+    return value.new_zeros(())
 
 
 class Flow:
@@ -231,6 +236,8 @@ class Flow:
     def sendable(self, node: fx.Node) -> list[fx.Node]:
         """Return the tensors of a node's value, as nodes of the stage that makes it."""
         spec = self.facts[node].spec
+        if node.target is dtype_of:
+            return [self._dtype_tensor(node)]
         if isinstance(spec, TensorSpec):
             self._check_known(node, spec)
             return [node]
@@ -259,6 +266,18 @@ class Flow:
         whole = self.facts[node].spec.is_integer
         spec = TensorSpec((), torch.int64 if whole else torch.float64)
         return self._add(node, "call_function", as_tensor, (node,), f"{node.name}_value", spec)
+
+    def _dtype_tensor(self, node: fx.Node) -> fx.Node:
+        """Return a tensor that shows the dtype which a node reads off a value."""
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        for user in [user for user in source.users if user.target is zero_like]:
+            return user
+        behind = source if source in self.stage_of else self._behind_inputs()
+        spec, name = TensorSpec((), self.facts[source].spec.dtype), f"{source.name}_dtype"
+        made = self._add(behind, "call_function", zero_like, (source,), name, spec)
+        self.stage_of.setdefault(made, self.stage_of[node])
+        return made
 
     def _add(
         self, behind: fx.Node, op: str, target: Any, args: Any, name: str, spec: object

@@ -216,10 +216,10 @@ class StageWriter:
         if isinstance(spec, sympy.Basic):
             (tensor,) = self._flow.sendable(node)
             return self._graph.call_method("item", (self._copies[tensor],))
-        if node.target is dtype_of:  # a dtype follows the model in each stage
-            source: Any = node.args[0]
-            limit: Any = node.args[1]
-            return self._dtype(TracedDtype(self._known[source].spec.dtype, limit))
+        if node.target is dtype_of:
+            (tensor,) = self._flow.sendable(node)
+            arguments = (self._copies[tensor], node.args[1])
+            return self._graph.create_node("call_function", dtype_of, arguments, {})
         built = self._built(spec, node)
         if isinstance(built, fx.Node):
             return built

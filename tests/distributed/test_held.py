@@ -130,7 +130,8 @@ def test_the_simulator_keeps_to_the_budget_of_sends(schedule: str, budget: int) 
                     assert spans[action].start >= sends[done - 1]
         free = simulate(program, costs, streams="rank")
         assert free == simulate(program, costs, streams="rank", max_outstanding_sends=999)
-        assert max(timeline.peak_memory) <= max(free.peak_memory)
+        # A rank that waits for a send may receive one message more in that time.
+        assert max(timeline.peak_memory) <= max(free.peak_memory) + 1.0
 
 
 def envelope(program: Program, edges: Edges, rank: int) -> list[tuple[int, int]]:

@@ -129,6 +129,11 @@ class Training:
         return self.kernels in ("fused", "overlapped")
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether a backward has two halves: that of what torch.compile made has not."""
+        return self.kernels not in ("compiled", "asynchronous")
+
+    @property
     def tensor_share(self) -> float:
         """The share of a tensor group's collectives that shows."""
         return _TENSOR_SHARE.get(self.kernels, 1.0)

@@ -193,9 +193,13 @@ class _Prices:
         if repeats and (times["backward_input"] or times["backward_weight"]):
             again, inside = self._repeated(seen, estimated)
             times["backward_input"] += times["forward"] * min(again / (estimated or 1.0), 1.0)
+        deferred = seen.deferred
+        if not self.training.splits_backward:
+            times["backward_input"] += times["backward_weight"]
+            times["backward_weight"] = deferred = 0.0
         return NodeLoad(
             times["forward"], times["backward_input"], times["backward_weight"], inside,
-            seen.deferred, seen.kept_inside, seen.forward_peak, seen.backward_peak, exposed,
+            deferred, seen.kept_inside, seen.forward_peak, seen.backward_peak, exposed,
         )  # fmt: skip
 
     def _time(self, ops: Iterable[Op]) -> float:

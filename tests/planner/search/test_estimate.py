@@ -216,3 +216,17 @@ def test_offloading_saves_what_waits_and_costs_what_copies_take():
     assert quick.step_time == pytest.approx(plain.step_time, rel=1e-3)
     # Copies of 20 s each do not hide behind 3 s of work.
     assert slow.step_time > 3 * plain.step_time
+
+
+def test_the_backward_of_compiled_stages_is_whole():
+    made = models.load("gpt")
+    model, (args, _) = made.build(), made.example_inputs(ROWS)
+    found = {}
+    for kernels in ("eager", "compiled", "asynchronous", "fused"):
+        best = plan(model, args, "A100", 2, 4 * ROWS, schedules=["ZBH1"], data_parallel=1,
+                    checkpointing="none", kernels=kernels).best  # fmt: skip
+        assert all(s.backward_input > 0 for s in best.stages)
+        found[kernels] = [(s.backward_weight > 0, s.deferred > 0) for s in best.stages]
+
+    split, whole = [(True, True)] * 2, [(False, False)] * 2
+    assert found == {"eager": split, "fused": split, "compiled": whole, "asynchronous": whole}

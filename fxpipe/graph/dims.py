@@ -170,7 +170,7 @@ def _group(expr: sympy.Basic, name: Callable[[str], str]) -> str:
     return written if simple else f"({written})"
 
 
-def plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr] | None = None) -> Any:
+def plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr] | None = None) -> sympy.Basic:
     """Rewrite an expression of torch's symbolic shapes in ordinary sympy.
 
     `names` maps torch's symbols to ours; whole numbers come back as `int`.
@@ -205,7 +205,7 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., object]] = {
 }
 
 
-def _plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr]) -> Any:
+def _plain(expr: sympy.Basic, names: Mapping[object, sympy.Expr]) -> sympy.Basic:
     if isinstance(expr, sympy.Symbol):
         return names.get(expr, expr)
     if not expr.args:

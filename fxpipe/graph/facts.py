@@ -145,7 +145,7 @@ def map_arguments(change: Callable[[Any], Any], args: Any) -> Any:
     return change(args)
 
 
-def leaves_of(args: Any) -> Iterator[Any]:
+def leaves_of(args: object) -> Iterator[Any]:
     """Yield what is inside arguments, in order."""
     if isinstance(args, (tuple, list)):
         for part in args:

@@ -9,9 +9,8 @@ tensors that fit the specs; from those the values of the size symbols follow.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 import torch
@@ -332,7 +331,9 @@ def _condition_faults(conditions: Iterable[sympy.Basic], values: dict[str, int])
     return faults
 
 
-def spec_inputs(named: Mapping[str, object], spec: Any) -> dict[str, object]:
+def spec_inputs(
+    named: Mapping[str, object], spec: Callable[[torch.Tensor], object]
+) -> dict[str, object]:
     """Return inputs with each tensor replaced by its `TensorSpec`, as `spec` gives it.
 
     Constants are copied: the user may change a dict of options between two calls.

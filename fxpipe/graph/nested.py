@@ -21,7 +21,7 @@ import enum
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ __all__ = [
     "Args",
     "Branch",
     "Kwargs",
+    "Size",
+    "Symbolic",
     "branch",
     "closed_over",
     "contents",
@@ -53,6 +55,8 @@ Kwargs = dict[str, object]
 # or, for what a function closes over, ("cell", index).
 Accessor = tuple[str, Any]
 
+Size: TypeAlias = int | torch.SymInt
+Symbolic: TypeAlias = torch.SymInt | torch.SymFloat | torch.SymBool
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,

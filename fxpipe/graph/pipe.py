@@ -344,7 +344,7 @@ def _check_by(
     )
 
 
-def _check_one_way(spec: Any, policy: Any, num_stages: int | None) -> None:
+def _check_one_way(spec: object, policy: object, num_stages: int | None) -> None:
     given = {"split_spec": spec, "split_policy": policy, "num_stages": num_stages}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:

@@ -16,7 +16,7 @@ import linecache
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -61,7 +61,7 @@ _CONTEXTS = contextlib.__file__  # it is on the stack wherever a `with` is
 
 def user_frame() -> Place:
     """Return the innermost line on the stack that is neither ours nor torch's."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return Place(frame.f_code.co_filename, frame.f_lineno)
@@ -72,7 +72,7 @@ def user_frame() -> Place:
 def user_depth() -> int:
     """Return how many frames above the caller the user's code is, from 1, as for a warning."""
     depth = 1
-    frame: Any = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         depth, frame = depth + 1, frame.f_back
     return depth
@@ -116,7 +116,7 @@ def is_message(frame: FrameType) -> bool:
 
 def is_compared() -> bool:
     """Say whether the call that the user's code makes now is one side of a comparison."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or not is_users(frame.f_code.co_filename):

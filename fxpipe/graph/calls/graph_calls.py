@@ -115,7 +115,7 @@ class Applied(GraphCall):
         super().__init__(function.__name__)
         self._function: Any = function
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         return self._function.apply(*args)
 
 
@@ -151,7 +151,7 @@ class Fresh(Constant):
 class TensorConstant(Constant):
     """A callable that returns a tensor which is no parameter or buffer, on a device."""
 
-    def __call__(self, device: Any = None) -> Any:
+    def __call__(self, device: torch.device | None = None) -> Any:
         return self._value if device is None else self._value.to(device)
 
 
@@ -222,7 +222,7 @@ class Formula(GraphCall):
         self._expr = expr
         self._names = tuple(names)
 
-    def __call__(self, *sizes: int) -> Any:
+    def __call__(self, *sizes: int) -> object:
         return evaluate(self._expr, dict(zip(self._names, sizes, strict=True)))
 
 

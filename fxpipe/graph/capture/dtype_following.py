@@ -184,8 +184,8 @@ def _is_certain(traced: TracedGraph, check: Any) -> bool:
     return is_state or keeps_parameter_dtype(traced.module, traced.facts, node)
 
 
-def _checks(graph: fx.Graph, is_wanted: Callable[[Any], bool] = bool) -> list[Any]:
-    found: list[object] = [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
+def _checks(graph: fx.Graph, is_wanted: Callable[[fx.Node], bool] = bool) -> list[Any]:
+    found: list[Any] = [node for node in graph.nodes if isinstance(node.target, AgreedDtype)]
     return [check for check in found if is_wanted(check)]
 
 

@@ -22,7 +22,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -350,7 +349,7 @@ def _target(node: fx.Node) -> str:
     return re.sub(r"\d+", "#", name) if node.op == "call_module" else str(name)
 
 
-def _flags(args: Any) -> Iterator[object]:
+def _flags(args: Iterable[object]) -> Iterator[object]:
     """What decides among the arguments: flags, words and Nones, but not numbers."""
     for value in args:
         if value is None or isinstance(value, (bool, str)):

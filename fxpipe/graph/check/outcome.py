@@ -269,7 +269,7 @@ def _input_items(call: Call) -> dict[str, object]:
     }
 
 
-def _call_path(path: Sequence[Any]) -> str:
+def _call_path(path: Sequence[Accessor]) -> str:
     (_, group), (_, name), *rest = path
     return path_text((("item", name if group else f"args[{name}]"), *rest))
 

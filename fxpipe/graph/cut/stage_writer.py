@@ -272,7 +272,7 @@ class StageWriter:
                 self._flags[name] = self._graph.create_node("get_attr", name, (), {}, "training")
         return self._flags[name]
 
-    def _number(self, expr: sympy.Basic) -> Any:
+    def _number(self, expr: sympy.Basic) -> fx.Node | int:
         if isinstance(expr, sympy.Symbol):
             return self._size(expr.name)
         if isinstance(expr, sympy.Integer):
@@ -318,7 +318,7 @@ class StageWriter:
                 if isinstance(size, sympy.Symbol):
                     self._dims.setdefault(size.name, (node, dim))
 
-    def _stage_device(self) -> Any:
+    def _stage_device(self) -> fx.Node:
         if self._device is None:
             source = self._device_source()
             place = source if isinstance(source, fx.Node) and source.op == "get_attr" else None

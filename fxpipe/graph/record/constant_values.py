@@ -257,7 +257,7 @@ class Chance:
 
 
 def _states() -> tuple[object, ...]:
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
     _, keys, *rest = numpy.random.get_state()
@@ -310,7 +310,7 @@ def watched_draws(
 
         return seed
 
-    numpy: Any = sys.modules.get("numpy")
+    numpy = sys.modules.get("numpy")
     with ExitStack() as stack:
         for name in ("random", "getrandbits"):
             method = own(getattr(random.Random, name))

@@ -24,6 +24,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.calls.value_functions import ValueFunction
@@ -83,7 +84,7 @@ class ExampleValues:
                 self._repeat = 2
 
     @property
-    def _env(self) -> Any:
+    def _env(self) -> ShapeEnv:
         assert self._mode.shape_env is not None
         return self._mode.shape_env
 
@@ -131,7 +132,7 @@ class ExampleValues:
         again = self._call(func, args, kwargs, 1, True, module)
         if not has_tensor(first) or _described(first) != _described(again):
             raise NoValueError
-        shapes: Any = _shapes(first)
+        shapes = _shapes(first)
         if self.free_rows():
             try:
                 more = [
@@ -210,14 +211,14 @@ class ExampleValues:
 
     # -- formulas
 
-    def _joined(self, found: Sequence[object]) -> object:
+    def _joined(self, found: Sequence[object]) -> Any:
         paths = [[path for path, _ in walk(one)] for one in found]
         if any(path != paths[0] for path in paths):
             raise NoValueError
         leaves = iter(zip(*([leaf for _, leaf in walk(one)] for one in found), strict=True))
         return map_leaves(lambda _: self._formula(next(leaves)), found[0])
 
-    def _formula(self, values: Sequence[int]) -> Any:
+    def _formula(self, values: Sequence[int]) -> object:
         first = values[0]
         if all(type(value) is type(first) and value == first for value in values):
             return first
@@ -328,7 +329,7 @@ class ExampleValues:
         if self._tape.facts[node].draws or any(True for _ in part.parameters()):
             raise NoValueError
 
-    def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, object]) -> Any:
+    def _run(self, node: fx.Node, scale: int, done: Mapping[fx.Node, object]) -> object:
         if node.op == "placeholder":
             return self._input(str(node.target), scale)
         if node.op == "get_attr":
@@ -369,7 +370,7 @@ class ExampleValues:
         return map_leaves(repeated, self._inputs[name])
 
     def _arguments(
-        self, args: Any, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, object]
+        self, args: object, values: Mapping[sympy.Symbol, int], done: Mapping[fx.Node, object]
     ) -> Any:
         def one(leaf: object) -> object:
             if isinstance(leaf, fx.Node):
@@ -383,14 +384,14 @@ class ExampleValues:
         return map_arguments(one, args)
 
 
-def has_unbacked(output: object, env: Any) -> bool:
+def has_unbacked(output: object, env: ShapeEnv | None) -> bool:
     """Say whether a size in a nested value comes from data."""
-    sizes: Iterable[Any] = (
+    sizes: Iterable[object] = (
         size
         for _, leaf in walk(output)
         for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))
     )
-    return any(
+    return env is not None and any(
         isinstance(size, SYMBOLIC)
         and not env.replace(size.node.expr).free_symbols <= known_sizes(env).keys()
         for size in sizes
@@ -401,7 +402,7 @@ def _number_at(expr: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
     if not isinstance(expr, sympy.Basic):
         return expr
     try:
-        found: Any = sympy.sympify(expr.xreplace(dict(values)))
+        found: sympy.Basic = sympy.sympify(expr.xreplace(dict(values)))
     except ZeroDivisionError as error:
         raise NoValueError from error
     if found in (sympy.true, sympy.false):
@@ -427,9 +428,10 @@ def _sizes_only(node: fx.Node) -> set[fx.Node]:
     return {arg for arg in shown if isinstance(arg, fx.Node) and arg not in read}
 
 
-def _is_count(args: Any) -> bool:
-    is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
-    return is_tensor and args[0].dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
+def _is_count(args: Args) -> bool:
+    first = args[0] if len(args) == 1 else None
+    whole = (torch.int64, torch.int32, torch.int16, torch.int8)
+    return isinstance(first, torch.Tensor) and first.dtype in whole
 
 
 def _described(output: object) -> list[object]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
 
 from fxpipe.graph.dims import plain, symbol
-from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, map_leaves, mutable_parts, walk
+from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, Size, map_leaves, mutable_parts, walk
 from fxpipe.graph.record.example_values import has_unbacked
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.graph.sizes.symbols import Sizes, Values, number_at
@@ -31,7 +31,7 @@ from fxpipe.torch_inside import known_sizes
 
 __all__ = ["OwnSizes", "StandIns", "numbers_in"]
 
-Shapes = list[list[Any]]
+Shapes = list[list[sympy.Expr]]
 RunAt = Callable[[Args, Kwargs], object]
 
 
@@ -65,7 +65,7 @@ class StandIns:
         memo: dict[int, object] = {}
         numbers = [self._expr(number) for number in numbers_in(inputs)]
 
-        def one(leaf: Any) -> object:
+        def one(leaf: object) -> object:
             if isinstance(leaf, torch.SymInt):
                 return self._stand_in(self._expr(leaf))
             if not _has_symbols(leaf):
@@ -78,7 +78,7 @@ class StandIns:
         made: tuple[Args, Kwargs] = map_leaves(one, inputs)
         return made
 
-    def _product(self, expr: Any, numbers: Sequence[Any]) -> Any:
+    def _product(self, expr: sympy.Expr, numbers: Sequence[sympy.Expr]) -> Any:
         """Return a stand-in for a size; one that is a product of numbers stays one."""
         for number in () if isinstance(expr, (int, sympy.Integer)) else numbers:
             rest = expr / number
@@ -88,7 +88,7 @@ class StandIns:
                 return found
         return self._stand_in(expr)
 
-    def _stand_in(self, expr: Any) -> Any:
+    def _stand_in(self, expr: sympy.Expr) -> Any:
         if isinstance(expr, (int, sympy.Integer)):
             return int(expr)
         if expr not in self._made:
@@ -99,18 +99,18 @@ class StandIns:
             self._model[made] = expr
         return self._made[expr][1]
 
-    def _like(self, leaf: torch.Tensor, shape: Sequence[object]) -> torch.Tensor:
+    def _like(self, leaf: torch.Tensor, shape: Sequence[Size]) -> torch.Tensor:
         """Return a tensor of another size, in the order in memory that this one has."""
         steps = [number_at(step, self._sizes.env, {}) for step in leaf.stride()]
-        strides: list[object] = [0] * len(shape)
-        step: Any = 1
+        strides: list[Size] = [0] * len(shape)
+        step: Size = 1
         for dim in sorted(range(len(shape)), key=lambda dim: (steps[dim], -dim)):
             if steps[dim]:
                 strides[dim] = step
                 step = step * shape[dim]
         return empty(shape, strides, leaf.dtype, leaf.device, leaf.requires_grad)
 
-    def _expr(self, size: Any) -> Any:
+    def _expr(self, size: Any) -> sympy.Expr:
         """Return a size as an expression, or as an int if it is one."""
         expr = self._sizes.env.replace(size.node.expr) if isinstance(size, SYMBOLIC) else size
         return expr if getattr(expr, "free_symbols", None) else int(expr)
@@ -146,10 +146,10 @@ class StandIns:
             self._sizes.insist(condition, condition.xreplace(self._model))
         return self._in_model(output, fitting), own if len(needed) < len(met) else None
 
-    def _holds(self, condition: Any, values: Values) -> bool:
+    def _holds(self, condition: sympy.Basic, values: Values) -> bool:
         return bool(self._at(condition.xreplace(self._model), values) == sympy.true)
 
-    def _at(self, expr: object, values: Values) -> Any:
+    def _at(self, expr: object, values: Values) -> sympy.Basic:
         """Return an expression's value; not a number where it divides by zero."""
         if not isinstance(expr, sympy.Basic):
             return expr
@@ -175,7 +175,7 @@ class StandIns:
             for value in (hint + 1, 2 * hint + 1, (hint + 1) // 2):
                 values = {one: value}
 
-                def resized(leaf: Any, values: Values = values) -> object:
+                def resized(leaf: object, values: Values = values) -> object:
                     if isinstance(leaf, torch.SymInt):
                         return number_at(leaf, env, values)
                     if not _has_symbols(leaf):
@@ -247,7 +247,7 @@ class StandIns:
         """Return an output with sizes of the model in place of stand-ins."""
         env, remaining = self._sizes.env, iter(shapes)
 
-        def size(expr: sympy.Basic) -> object:
+        def size(expr: sympy.Basic) -> Size:
             model = env.replace(expr.xreplace(self._model)) if not isinstance(expr, int) else expr
             if isinstance(model, int) or not model.free_symbols:
                 return int(model)
@@ -286,12 +286,13 @@ def _has_inexact(value: object) -> bool:
     return any(isinstance(leaf, SYMBOLIC) and not isinstance(leaf, torch.SymInt) for leaf in leaves)
 
 
-def _has_symbols(leaf: Any) -> bool:
-    is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    return is_dense and any(isinstance(size, torch.SymInt) for size in leaf.shape)
+def _has_symbols(leaf: object) -> TypeGuard[torch.Tensor]:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return False
+    return any(isinstance(size, torch.SymInt) for size in leaf.shape)
 
 
-def _sizes_of(leaf: object) -> Sequence[Any]:
+def _sizes_of(leaf: object) -> Sequence[Size]:
     if isinstance(leaf, torch.Tensor):
         return tuple(leaf.shape)
     return (leaf,) if isinstance(leaf, torch.SymInt) else ()

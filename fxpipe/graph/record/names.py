@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -78,7 +77,7 @@ class Surroundings:
         self._regions: list[Region] = []
         self.dtypes_read: Mapping[torch.dtype, fx.Node | None] = {}
 
-    def autocast(self, region: Any, entering: bool) -> None:
+    def autocast(self, region: object, entering: bool) -> None:
         """Follow an autocast region."""
         if entering:
             self._autocast.append(autocast_settings(region))

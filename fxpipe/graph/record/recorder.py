@@ -27,7 +27,7 @@ from fxpipe.graph.calls.graph_calls import Applied, Mapped, Scripted, function_m
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
-from fxpipe.graph.nested import Args, Kwargs, walk
+from fxpipe.graph.nested import Args, Kwargs, Symbolic, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.leaf_runs import LeafRuns
@@ -167,7 +167,7 @@ class Trace(TorchFunctionMode, Seer):
             return self._leaves.run_function_real(call, args, kwargs, failure)
         return call(*args, **kwargs)
 
-    def on_decision(self, value: object) -> None:
+    def on_decision(self, value: Symbolic) -> None:
         if not self._running.is_elsewhere:
             self._sizes.decided(value)
         elif self._running.leaves and is_users(sys._getframe(2).f_code.co_filename):

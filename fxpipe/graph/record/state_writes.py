@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -188,12 +187,13 @@ def _has_known(value: object, tape: Tape) -> bool:
     return any(isinstance(leaf, torch.Tensor) and tape.knows(leaf) for _, leaf in walk(value))
 
 
-def _may_be_left(value: Any) -> bool:
+def _may_be_left(value: object) -> bool:
     """Say whether a node can leave a value on a module: a tensor, a number, lists of them."""
     if isinstance(value, SYMBOLIC):
         return bool(value.node.has_hint())  # no number that comes from data
-    if type(value) in (list, tuple, dict):
-        return all(map(_may_be_left, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, (list, tuple, dict)) and type(value) in (list, tuple, dict):
+        children = value.values() if isinstance(value, dict) else value
+        return all(map(_may_be_left, children))
     return isinstance(value, torch.Tensor) or is_atom(value)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from fxpipe.graph.nested import Args, Kwargs, has_tensor
+from fxpipe.graph.nested import Args, Kwargs, Size, has_tensor
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.torch_inside import VERSION_COUNTER, following_sizes, functorch_is_active
 
@@ -170,7 +170,7 @@ def _has_number(part: slice) -> bool:
     return part.step in (None, 1) and any(type(end) is int for end in (part.start, part.stop))
 
 
-def _clamped(part: slice, size: Any) -> slice:
+def _clamped(part: slice, size: Size) -> slice:
     if not isinstance(size, torch.SymInt) or not _has_number(part):
         return part
 

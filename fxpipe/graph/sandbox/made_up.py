@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import map_leaves, walk
+from fxpipe.graph.nested import Size, map_leaves, walk
 from fxpipe.graph.sandbox.restore import preserved_values
 from fxpipe.graph.sizes.symbols import Values, exprs_in, number_at
 from fxpipe.torch_inside import FakeTensor, FakeTensorMode, known_sizes
@@ -29,8 +29,8 @@ __all__ = ["another", "empty", "filled", "grown", "run_real"]
 
 
 def empty(
-    shape: Sequence[Any],
-    stride: Sequence[Any],
+    shape: Sequence[Size],
+    stride: Sequence[Size],
     dtype: torch.dtype,
     device: torch.device,
     requires_grad: bool,
@@ -48,7 +48,11 @@ def empty(
 class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: object, anchor: torch.Tensor, shape: Any, stride: Any, dtype: torch.dtype
+        ctx: object,
+        anchor: torch.Tensor,
+        shape: Sequence[Size],
+        stride: Sequence[Size],
+        dtype: torch.dtype,
     ) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device=anchor.device)
 
@@ -57,7 +61,7 @@ class _Computed(torch.autograd.Function):
         return None, None, None, None
 
 
-def another(leaf: object, shape: Sequence[object] | None = None) -> Any:
+def another(leaf: object, shape: Sequence[Size] | None = None) -> Any:
     """Return an empty tensor like this one, or of another size; anything else as it is.
 
     Of another size it is dense, in the order of the given one; what was expanded stays so.
@@ -69,9 +73,9 @@ def another(leaf: object, shape: Sequence[object] | None = None) -> Any:
     return empty(shape or leaf.shape, stride, leaf.dtype, device, leaf.requires_grad)
 
 
-def _strides(leaf: torch.Tensor, shape: Sequence[object]) -> list[object]:
-    strides: list[object] = [0] * len(shape)
-    step: Any = 1
+def _strides(leaf: torch.Tensor, shape: Sequence[Size]) -> list[Size]:
+    strides: list[Size] = [0] * len(shape)
+    step: Size = 1
     order = sorted(range(len(shape)), key=lambda dim: (leaf.stride(dim), -dim))
     for dim in order:
         if leaf.stride(dim) != 0 or leaf.shape[dim] == 1:
@@ -169,7 +173,7 @@ class _Runs:
             if symbol not in free:
                 self._env.evaluate_expr(sympy.Eq(symbol, self._hints[symbol]))
 
-    def output(self, free: Sequence[sympy.Symbol]) -> Any:
+    def output(self, free: Sequence[sympy.Symbol]) -> object:
         """Return the output with sizes in terms of some symbols; None if they do not tell."""
         others = {**self._hints, **_other_sizes(free, self._hints)}
         try:
@@ -186,15 +190,17 @@ class _Runs:
         for (_, a), (_, b) in pairs:
             shapes_of = [t.shape for t in (a, b) if isinstance(t, torch.Tensor)]
             dims = zip(*shapes_of, strict=True)
-            shape = [self._size(int(m), int(n), sizes, others) for m, n in dims]
-            if None in shape:
+            found = [self._size(int(m), int(n), sizes, others) for m, n in dims]
+            shapes.append([size for size in found if size is not None])
+            if len(shapes[-1]) < len(found):
                 return None
-            shapes.append(shape)
         remaining = iter(shapes)
         with self._mode:
             return map_leaves(lambda leaf: another(leaf, next(remaining)), self._first)
 
-    def _size(self, first: int, second: int, exprs: Sequence[sympy.Expr], others: Values) -> Any:
+    def _size(
+        self, first: int, second: int, exprs: Sequence[sympy.Expr], others: Values
+    ) -> Size | None:
         if first == second:
             return first
         known = [(expr, _at(expr, self._hints), _at(expr, others)) for expr in exprs]

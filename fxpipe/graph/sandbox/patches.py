@@ -23,7 +23,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from fxpipe.graph.nested import Args, Kwargs
+from fxpipe.graph.nested import Args, Kwargs, Symbolic
 from fxpipe.graph.source_line import is_message, is_users
 from fxpipe.torch_inside import (
     CHECK_ENTRIES,
@@ -62,7 +62,7 @@ class Seer:
     def on_script(self, function: Call, args: Args, kwargs: Kwargs) -> object:
         return function(*args, **kwargs)
 
-    def on_decision(self, value: object) -> None: ...
+    def on_decision(self, value: Symbolic) -> None: ...
 
     def on_check(self, condition: object) -> bool:
         """Say that a check of the user's is taken care of."""
@@ -293,7 +293,7 @@ def _watched_check(original: Call, seer: Seer, here: Callable[[], bool]) -> Call
 
 def _watched_decision(original: Call, seer: Seer, here: Callable[[], bool]) -> Call:
     @functools.wraps(original)
-    def decide(self: Any) -> object:
+    def decide(self: Symbolic) -> object:
         if here():
             # `if size` only asks whether it is zero.
             is_number = original.__name__ == "__bool__" and not isinstance(self, torch.SymBool)

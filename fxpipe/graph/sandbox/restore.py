@@ -26,7 +26,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -95,7 +95,7 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-def _accelerators() -> Iterator[tuple[str, Any]]:
+def _accelerators() -> Iterator[tuple[str, types.ModuleType]]:
     for kind in device_kinds()[1:]:
         home = torch.get_device_module(kind)
         is_used = getattr(home, "is_initialized", home.is_available)
@@ -144,6 +144,7 @@ _ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.Tensor, torch.dtype, torch.device,
     torch.Size, types.BuiltinFunctionType, types.ModuleType, range, slice,
 )  # fmt: skip
+_Cache: TypeAlias = "functools._lru_cache_wrapper[object]"
 _LRU_CACHE = type(functools.lru_cache(maxsize=None)(lambda: None))
 _FOREIGN = frozenset({"torch", "numpy", "sympy", "fxpipe", "pytest", "_pytest"})
 # What a file makes when it is first used, and should make once: not put back.
@@ -156,7 +157,7 @@ class Places:
     def __init__(self, module: nn.Module, *, far: bool = True) -> None:
         self._seen: set[int] = set()
         self._held: list[tuple[object, object]] = []
-        self._caches: dict[int, tuple[Any, int]] = {}
+        self._caches: dict[int, tuple[_Cache, int]] = {}
         self._random: list[tuple[Callable[[Any], Any], Any]] = []
         self._code: collections.deque[object] = collections.deque()
         self._queue: collections.deque[object] = collections.deque(module.modules())
@@ -221,9 +222,8 @@ class Places:
         elif isinstance(value, (staticmethod, classmethod)):
             self._queue.append(value.__func__)
         elif _is_cache(value):
-            cache: Any = value
-            self._caches[id(cache)] = (cache, cache.cache_info().misses)
-            self._queue.append(cache.__wrapped__)
+            self._caches[id(value)] = (value, value.cache_info().misses)
+            self._queue.append(value.__wrapped__)
         elif isinstance(value, type):
             if not _is_foreign(value.__module__):
                 self._hold(value)
@@ -257,7 +257,7 @@ class Places:
         self._queue.extend(_values(content))
 
 
-def _is_cache(value: object) -> bool:
+def _is_cache(value: object) -> TypeGuard[_Cache]:
     return type(value) is _LRU_CACHE
 
 
@@ -343,7 +343,7 @@ def _put_back(place: Any, before: Any) -> None:
         (place.extend if isinstance(place, collections.deque) else place.update)(before)
 
 
-def _kind_of(place: dict[Any, Any]) -> Any:
+def _kind_of(place: dict[object, object]) -> type[dict[object, object]]:
     """Return the class whose methods see all of a dict, but no code of a user's subclass.
 
     An OrderedDict keeps its order beside the dict: the methods of dict would break it.

@@ -269,7 +269,7 @@ class _Reader:
                 f"{where} needs {{dimension: Dim}} or one entry per dimension; found {shape!r}"
             )
 
-    def _wish(self, place: InputDim, wish: Any) -> None:
+    def _wish(self, place: InputDim, wish: object) -> None:
         if isinstance(wish, str) and wish.isidentifier():
             wish = Dim(wish)
         if wish is None or (isinstance(wish, int) and not isinstance(wish, bool)):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import sympy
@@ -26,7 +26,7 @@ from fxpipe.graph.dims import evaluate, free_names, holds, plain, solve, symbol
 from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.inputs import path_text
 from fxpipe.graph.interface import TensorSpec
-from fxpipe.graph.nested import Accessor, Args, map_leaves, walk
+from fxpipe.graph.nested import Accessor, Args, Size, Symbolic, map_leaves, walk
 from fxpipe.graph.source_line import Place, user_frame
 from fxpipe.torch_inside import (
     FakeTensorMode,
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 Values = Mapping[sympy.Symbol, int]
+DeviceOf = Callable[[torch.Tensor], torch.device]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,11 +130,11 @@ class Sizes:
         assert env is not None
         return env
 
-    def fake(self, inputs: Mapping[str, object], device_of: Any) -> dict[str, object]:
+    def fake(self, inputs: Mapping[str, object], device_of: DeviceOf) -> dict[str, object]:
         """Return the inputs with every tensor replaced by a fake one."""
         paths = iter([path for path, _ in walk(dict(inputs))])
 
-        def one(leaf: Any) -> Any:
+        def one(leaf: object) -> object:
             path = next(paths)
             return (
                 self._fake_tensor(path, leaf, device_of) if isinstance(leaf, torch.Tensor) else leaf
@@ -142,7 +143,9 @@ class Sizes:
         result: dict[str, object] = map_leaves(one, dict(inputs))
         return result
 
-    def _fake_tensor(self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: Any) -> Any:
+    def _fake_tensor(
+        self, path: tuple[Accessor, ...], tensor: torch.Tensor, device_of: DeviceOf
+    ) -> torch.Tensor:
         shape = [
             self._size(wanted, int(size))
             if (wanted := self._dims.get(InputDim(path, dim))) is not None
@@ -157,13 +160,14 @@ class Sizes:
                     made = made.view_as(made)
         return made
 
-    def _size(self, wanted: sympy.Expr, example: int) -> Any:
+    def _size(self, wanted: sympy.Expr, example: int) -> Size:
         if isinstance(wanted, sympy.Symbol):
             return self._symbol(wanted.name, example)
         (name,) = free_names(wanted)
         root = solve(wanted, name, example)
         assert root is not None, f"{wanted} cannot be {example}"
-        return evaluate(wanted, {name: self._symbol(name, root)})  # type: ignore[dict-item]
+        size: Size = evaluate(wanted, {name: self._symbol(name, root)})  # type: ignore[dict-item]
+        return size
 
     def _symbol(self, name: str, example: int) -> torch.SymInt:
         if name not in self._sizes:
@@ -218,7 +222,7 @@ class Sizes:
         for made in set(settled) - before:
             settled[made] = (settled[made][0], *places[:1]) if places else settled[made]
 
-    def decided(self, value: Any, *, inside_leaf: bool = False) -> None:
+    def decided(self, value: Symbolic, *, inside_leaf: bool = False) -> None:
         """Remember that code looked at a symbolic number to decide something.
 
         A leaf decides again in every run. Its decision matters if the sizes it returns
@@ -252,10 +256,10 @@ class Sizes:
         """Go back to earlier decisions."""
         self._decisions = dict(before)
 
-    def _hint(self, expr: sympy.Basic) -> Any:
+    def _hint(self, expr: sympy.Basic) -> sympy.Basic:
         return self.env.replace(expr).xreplace(known_sizes(self.env))
 
-    def plain(self, expr: sympy.Basic) -> Any:
+    def plain(self, expr: sympy.Basic) -> sympy.Basic:
         """Return an expression of the trace in our names, simplified by what was learnt."""
         if isinstance(expr, (bool, int, float)):
             return expr
@@ -311,7 +315,7 @@ class Sizes:
         found += [part for expr in met for part in self._held(self.plain(expr))]
         return tuple(c for c in dict.fromkeys(found) if getattr(c, "free_symbols", None))
 
-    def _held(self, condition: Any) -> list[Any]:
+    def _held(self, condition: sympy.Basic) -> list[sympy.Basic]:
         """Return a condition; if fractions keep the example from meeting it, its sizes as such."""
         hints = self.hints()
         names = set() if isinstance(condition, bool) else free_names(condition)
@@ -328,7 +332,7 @@ def exprs_in(value: object, env: ShapeEnv) -> list[sympy.Expr]:
     """Return every symbolic size in a nested value, once."""
     found: dict[sympy.Expr, None] = {}
     for _, leaf in walk(value):
-        sizes: Iterable[Any] = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
+        sizes: Iterable[object] = leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)
         for size in sizes:
             if isinstance(size, torch.SymInt):
                 expr = env.replace(size.node.expr)
@@ -358,7 +362,7 @@ def flat(size: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _flat(expr: sympy.Basic) -> Any:
+def _flat(expr: sympy.Basic) -> sympy.Basic:
     if not expr.args:
         return expr
     args = [_flat(arg) for arg in expr.args]
@@ -370,7 +374,7 @@ def _flat(expr: sympy.Basic) -> Any:
     return _rounded(expr.func(*args))
 
 
-def _rounded(total: Any) -> Any:
+def _rounded(total: sympy.Expr) -> sympy.Expr:
     """Return a sum; a number and the remainder that it leaves, or lacks, become a multiple."""
     for term in sympy.Add.make_args(total):
         factor, remainder = term.as_coeff_Mul()

@@ -35,7 +35,22 @@ WINDOWS = {
     "some layers slide": made("Gemma2", sliding_window=4, head_dim=8),
     "eager attention": made("Mistral", sliding_window=4, attn_implementation="eager"),
     "full attention": made("Qwen3", head_dim=8),
+    "masks in the model": made("OPT", ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2),
 }
+
+
+def asks_for_tokens() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Asks(LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+            found = super().forward(input_ids, **options)
+            found.logits = found.logits * (2.0 if input_ids.shape[1] > 1 else 3.0)
+            return found
+
+    return Asks(LlamaConfig(**SIZES))
+
+
 NO_CACHES = {
     "chunks of 4": made(
         "Llama4", "Llama4TextConfig", attention_chunk_size=4, head_dim=8, num_local_experts=2,
@@ -48,7 +63,7 @@ NO_CACHES = {
     "Lfm2ShortConv": made(
         "Lfm2", full_attn_idxs=[1], block_auto_adjust_ff_dim=False, num_hidden_layers=2
     ),
-    "more than one token": made("OPT", ffn_dim=64, word_embed_proj_dim=32, num_hidden_layers=2),
+    "more than one token": asks_for_tokens,
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def memory_curves(
         here = changes[rank]
         kind = action.kind
         if kind.is_compute or action.parts:
-            for part in action.parts or (action,):
+            for part in action.each:
                 effect = effects[part.kind][part.stage]
                 here += ((start, effect.at_start), (end, effect.at_end))
                 for other, num_bytes in effect.elsewhere:
@@ -142,7 +142,7 @@ class _Effect(NamedTuple):
 def _compute_effects(program: Program, costs: StageCosts, edges: Edges) -> list[list[_Effect]]:
     rank_of = program.placement.stage_to_rank
     is_lowered = program.is_lowered
-    kinds = {part.kind for acts in program.ranks for a in acts for part in a.parts or (a,)}
+    kinds = {part.kind for acts in program.ranks for a in acts for part in a.each}
     has_backward = any(kind.is_backward for kind in kinds)
 
     def num_bytes(value: Value) -> float:

@@ -235,7 +235,7 @@ def _program_of(
         Step(rank, position, part)
         for rank, actions in enumerate(ranks)
         for position, action in enumerate(actions)
-        for part in action.parts or (action,)
+        for part in action.each
         if part.kind.is_compute
     ]
     if not computes:

@@ -148,7 +148,7 @@ class _Simulation(Dispatch):
                     return None  # `post` asks again
                 self._occupy(rank, (self.ready[arrived], self._made_by[arrived]))
         if (self._unsharded or self._reloaded) and (action.kind.is_compute or action.parts):
-            for part in action.parts or (action,):
+            for part in action.each:
                 self._occupy(rank, self._unsharded.get(part.stage, _START))
                 if part.kind.is_backward:
                     self._occupy(rank, self._reloaded.get((part.stage, part.microbatch), _START))

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from fxpipe.program import Kind, Span
 from fxpipe.viz.scene import Hatch
 
-__all__ = ["DARK", "LIGHT", "LOOKS", "ON_COLOUR", "Look", "Theme", "mix", "shade", "shades", "tone"]
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "LOOKS",
+    "ON_COLOUR",
+    "TRANSFERS",
+    "Look",
+    "Theme",
+    "mix",
+    "shade",
+    "shades",
+    "tone",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,11 @@ LOOKS: dict[Kind, Look] = {
     Kind.OFFLOAD: Look("O", "offload to the host", _HOST, ""),
     Kind.RELOAD: Look("L", "reload from the host", _HOST, "cross"),
 }
+TRANSFERS = {
+    Kind.SEND_ACTIVATION: "activation, dark where sent, light where received",
+    Kind.SEND_GRADIENT: "gradient",
+}
+"""What a legend says of transfers, both ends in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +117,7 @@ def shades(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
     """For each stage its index among the stages of its rank, and their number."""
     held: dict[int, set[int]] = {}
     for span in spans:
-        for part in span.action.parts or (span.action,):
+        for part in span.action.each:
             held.setdefault(span.rank, set()).add(part.stage)
     return {
         stage: (index, len(stages))

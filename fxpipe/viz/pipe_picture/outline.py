@@ -7,7 +7,7 @@ A part is a module call, a run of alike module calls (layers.8 … layers.15), o
 depth "nodes" any node of the stage's graph. Code between modules is not a part: what
 flows through it is drawn as flowing from module to module.
 
-A value that goes to many stages (an attention mask) is `Shared`: pictures list it once
+A value that goes to many stages (an attention mask) is shared: pictures list it once
 instead of drawing a line to each reader.
 """
 
@@ -29,7 +29,6 @@ __all__ = [
     "Depth",
     "Figures",
     "Outline",
-    "Shared",
     "StageOutline",
     "Terminal",
     "Tie",
@@ -117,21 +116,6 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """A value that one stage sends to many."""
-
-    source: int
-    targets: tuple[int, ...]
-    name: str
-    spec: str
-    size: str
-
-    @property
-    def targets_text(self) -> str:
-        return ranges_text(self.targets)
-
-
-@dataclass(frozen=True, slots=True)
 class Tie:
     """Places that hold one parameter, as (stage, part, parameter name)."""
 
@@ -140,12 +124,12 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """All that a picture of a pipe shows."""
+    """All that a picture of a pipe shows; `shared` has the crossings of each shared value."""
 
     depth: Depth
     stages: tuple[StageOutline, ...]
     crossings: tuple[Crossing, ...]
-    shared: tuple[Shared, ...]
+    shared: tuple[tuple[Crossing, ...], ...]
     ties: tuple[Tie, ...]
     load: str
     sizes: tuple[tuple[str, int], ...]
@@ -206,32 +190,29 @@ def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outlin
 
 def _crossings(
     pipe: Pipe, found: Sequence[StageParts], sizes: Mapping[str, int]
-) -> tuple[tuple[Crossing, ...], tuple[Shared, ...]]:
+) -> tuple[tuple[Crossing, ...], tuple[tuple[Crossing, ...], ...]]:
     crossings: list[Crossing] = []
-    shared: list[Shared] = []
+    shared: list[tuple[Crossing, ...]] = []
     for interface in pipe.interfaces:
         for sent in interface.sent:
             spec, name = sent.port.spec, sent.port.name
-            title = found[interface.stage].title_of(name)
-            size = tensor_bytes(spec, sizes)
-            skips = [target for target in sent.target_stages if target > interface.stage + 1]
-            if len(skips) >= _MANY:
-                targets = tuple(sorted(sent.target_stages))
-                shared.append(Shared(interface.stage, targets, title, str(spec), size))
-                continue
-            crossings += [
+            made = tuple(
                 Crossing(
                     source=interface.stage,
                     target=target,
                     name=name,
                     spec=str(spec),
-                    size=size,
+                    size=tensor_bytes(spec, sizes),
                     source_part=found[interface.stage].source_of(name),
                     target_parts=found[target].readers_of(name),
-                    title=title,
+                    title=found[interface.stage].title_of(name),
                 )
-                for target in sent.target_stages
-            ]
+                for target in sorted(sent.target_stages)
+            )
+            if sum(crossing.is_skip for crossing in made) >= _MANY:
+                shared.append(made)
+            else:
+                crossings += made
     crossings.sort(key=lambda c: (c.target - c.source, c.source))
     return tuple(crossings), tuple(shared)
 

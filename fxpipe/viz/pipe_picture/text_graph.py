@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.viz.pipe_picture.outline import Outline, StageOutline
+from fxpipe.viz.pipe_picture.outline import Outline, StageOutline, ranges_text
 
 __all__ = ["write_dot", "write_mermaid"]
 
@@ -127,8 +127,8 @@ def _ends(outline: Outline) -> Iterator[_Node]:
             for number, terminal in enumerate(terminals):
                 yield _Node(f"s{stage.index}{kind}{number}", (terminal.text,), is_end=True)
     for number, shared in enumerate(outline.shared):
-        size = f"{shared.spec} · {shared.size}"
-        yield _Node(f"v{number}", (shared.name, size, f"to {shared.targets_text}"), is_end=True)
+        targets = ranges_text([crossing.target for crossing in shared])
+        yield _Node(f"v{number}", (*shared[0].lines, f"to {targets}"), is_end=True)
 
 
 def _edges(outline: Outline) -> Iterator[_Edge]:
@@ -155,7 +155,7 @@ def _edges(outline: Outline) -> Iterator[_Edge]:
             yield _Edge(source, name, "skip" if crossing.is_skip else "plain", lines)
             lines = ()
     for number, shared in enumerate(outline.shared):
-        yield _Edge(_name(outline, shared.source, None), f"v{number}", "skip")
+        yield _Edge(_name(outline, shared[0].source, None), f"v{number}", "skip")
     for tie in outline.ties:
         (source, one), *others = ((_name(outline, s, p), name) for s, p, name in tie.places)
         for target, name in others:

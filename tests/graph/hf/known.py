@@ -125,11 +125,10 @@ FIXED_SIZES = _names(
     bamba mamba2 deepseek_v2 vilt
     cpmant exaone4_5 gemma3 glm46v glm4v hyperclovax_vision_v2
     idefics2 idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
-    nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl
+    funnel nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl
     qwen2_vl qwen3_5_moe qwen3_vl_moe smolvlm udop
     """
 )
 
-# Funnel keeps its pooling level and length on a module; RWKV rescales its weights in its
-# first evaluation.
-REFUSED = ["funnel", "rwkv"]
+# RWKV rescales its weights in its first evaluation.
+REFUSED = ["rwkv"]

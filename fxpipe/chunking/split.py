@@ -47,7 +47,7 @@ from fxpipe.torch_inside import version_of
 __all__ = [
     "Batch",
     "Leaf",
-    "Shared",
+    "SharedTensor",
     "Tree",
     "check_chunks",
     "check_unchanged",
@@ -93,7 +93,7 @@ class Tree:
         return f"{self.text(leaf.path)}: {describe(leaf.value)}"
 
 
-class Shared(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that several microbatches see, and its version when it was given to them."""
 
     tree: Tree
@@ -202,10 +202,10 @@ def _rows_of(value: Any, dim: int, deal: Deal, chunks: int) -> Sequence[int]:
     return deal.rows if is_batch else deal_of(value, dim, chunks).rows
 
 
-def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
+def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[SharedTensor, ...]:
     """The tensors that several microbatches are going to see."""
     return tuple(
-        Shared(tree, leaf, version_of(leaf.value))
+        SharedTensor(tree, leaf, version_of(leaf.value))
         for tree in trees
         for leaf in tree.leaves
         if chunks > 1
@@ -215,7 +215,7 @@ def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
     )
 
 
-def check_unchanged(shared: Sequence[Shared]) -> None:
+def check_unchanged(shared: Sequence[SharedTensor]) -> None:
     """Raises:
     InputError: one of these was changed in place since, so that others saw the change.
     """

@@ -120,9 +120,8 @@ class _Simulation(Dispatch):
         self._queue_free: dict[QueueKey, _Moment] = {}
         self._collectives: list[_Moment] = [_START] * program.num_ranks
         self._unsharded: dict[int, _Moment] = {}
-        self._host: list[_Moment] = [
-            _START
-        ] * program.num_ranks  # when its link to the host is free
+        # When each rank's link to the host is free.
+        self._host: list[_Moment] = [_START] * program.num_ranks
         self._reloaded: dict[tuple[int, int | None], _Moment] = {}
         self._made_by: dict[int, Place] = {}
         # What each rank did until it was free.

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,9 +35,6 @@ from fxpipe.runtime.stage.stage_kind import PipelineStageInfo, Stage, TracedFron
 from fxpipe.schedules.base import Schedule
 from fxpipe.schedules.named import ScheduleFromProgram
 from fxpipe.stage import PipelineStage
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.base import Schedule
 
 __all__ = ["Feed", "arguments", "can_go_round", "eval_stream", "has_hooks", "rounds_of"]
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Unpack
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Edge, Edges, Kind, Program, StageCosts, Timeline, ValueKind
-from fxpipe.text import count_text, flops_text
+from fxpipe.text import count_text, flops_text, html_table
 from fxpipe.viz.graph import pipe_svg
 from fxpipe.viz.palette import DARK, LIGHT, LOOKS, TRANSFERS, Theme, shades, tone
 from fxpipe.viz.pipe_picture.outline import Figures, Outline, make_outline, ranges_text
@@ -231,18 +231,9 @@ def _section(name: str, title: str, hint: str, label: str, content: str, look: s
 
 
 def _table(table: Table) -> str:
-    head, *rows = table.rows
-    looks = [' class="name"' if name in table.left else "" for name in head]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        found = zip(looks, cells, strict=True)
-        return "".join(f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in found)
-
-    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    content = f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    name = table.title.lower().replace(" ", "-")
+    name, title = table.title.lower().replace(" ", "-"), escape(table.title)
     hint = f'<p class="hint">{escape(table.hint)}</p>'
-    return _section(name, escape(table.title), hint, escape(table.title), content)
+    return _section(name, title, hint, title, html_table(table.rows, names=table.left))
 
 
 def _comparison(candidates: Sequence[Candidate], words: Words) -> str:

@@ -28,9 +28,9 @@ __all__ = [
     "Crossing",
     "Depth",
     "Figures",
+    "ModelEnd",
     "Outline",
     "StageOutline",
-    "Terminal",
     "Tie",
     "make_outline",
     "ranges_text",
@@ -55,7 +55,7 @@ class Figures(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
+class ModelEnd:
     """An input or output of the model, and the parts that read or make it."""
 
     text: str
@@ -74,8 +74,8 @@ class StageOutline:
     parameters: int
     flops: float | None
     share: float
-    inputs: tuple[Terminal, ...]
-    outputs: tuple[Terminal, ...]
+    inputs: tuple[ModelEnd, ...]
+    outputs: tuple[ModelEnd, ...]
 
     @property
     def facts(self) -> str:
@@ -227,27 +227,27 @@ def tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
     return f"{text(num)} B"
 
 
-def _inputs(pipe: Pipe, stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+def _inputs(pipe: Pipe, stage: Stage, parts: StageParts) -> tuple[ModelEnd, ...]:
     """Model inputs with their specs; a nested one by its name alone."""
     example = pipe.info().inputs.example
     found = []
     for name in stage.interface.model_inputs:
         spec = example.get(name)
         text = f"{name}: {spec}" if isinstance(spec, TensorSpec) else name
-        found.append(Terminal(text, parts.readers_of(name)))
+        found.append(ModelEnd(text, parts.readers_of(name)))
     return tuple(found)
 
 
-def _outputs(stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+def _outputs(stage: Stage, parts: StageParts) -> tuple[ModelEnd, ...]:
     """The tensors that the model returns, as far as the graph says."""
-    found: list[Terminal] = []
+    found: list[ModelEnd] = []
     for node in stage.module.graph.nodes:
         if node.op != "output":
             continue
         for source in node.all_input_nodes:
             maker = parts.source_of(source.name)
             makers = () if maker is None else (maker,)
-            found += [Terminal(str(spec), makers) for spec in stage.facts.tensors(source)]
+            found += [ModelEnd(str(spec), makers) for spec in stage.facts.tensors(source)]
     return tuple(found)
 
 

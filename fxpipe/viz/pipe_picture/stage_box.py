@@ -50,11 +50,8 @@ def stage_width(outline: Outline, stage: StageOutline, notes: Iterable[str]) -> 
         + text_width(_share(outline, stage), _NOTE)
         + 16,
         text_width(stage.facts, _NOTE),
-        *(
-            text_width(text, _NOTE)
-            for text in (*notes, *(f"→ {terminal.text}" for terminal in stage.inputs))
-        ),
-        *(text_width(f"{terminal.text} →", _NOTE) for terminal in stage.outputs),
+        *(text_width(text, _NOTE) for text in (*notes, *(f"→ {end.text}" for end in stage.inputs))),
+        *(text_width(f"{end.text} →", _NOTE) for end in stage.outputs),
         *(
             text_width(part.title, _TEXT) + text_width(part.note, _NOTE) + 30 + lanes * _LANE
             for part in stage.parts
@@ -75,8 +72,8 @@ def draw_stage(
     items: list[Item] = []
     y = _add_heading(items, outline, stage, width)
     room = width - 2 * _PAD
-    for terminal in stage.inputs:
-        y = _add_line(items, f"→ {terminal.text}", room, y, LIGHT.accent)
+    for end in stage.inputs:
+        y = _add_line(items, f"→ {end.text}", room, y, LIGHT.accent)
     for text in reads:
         y = _add_line(items, text, room, y, LIGHT.skip)
     y += 3
@@ -84,8 +81,8 @@ def draw_stage(
     centres, y = add_parts(items, stage.parts, width, y)
     for text in sends:
         y = _add_line(items, text, room, y, LIGHT.skip)
-    for terminal in stage.outputs:
-        y = _add_line(items, f"{terminal.text} →", room, y, LIGHT.accent)
+    for end in stage.outputs:
+        y = _add_line(items, f"{end.text} →", room, y, LIGHT.accent)
     height = y + 7
     frame = Box(0, 0, width, height, LIGHT.fill, LIGHT.rule, 1.0, radius=7)
     return StageBox(width, height, (frame, *items), tuple(centres))

@@ -240,7 +240,7 @@ def build_stage(
 
 @contextmanager
 def doing(context: ActionContext, stages: Mapping[int, _PipelineStageBase]) -> Iterator[None]:
-    """Let calls on the stages run the work of this action."""
+    """Inside the block, calls on these stages run the work of this action."""
     works = context.parts or ((context.action, context.default),)
     for action, run in works:
         assert action.microbatch is not None or not action.kind.is_compute

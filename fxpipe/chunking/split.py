@@ -128,8 +128,10 @@ def read(trees: Sequence[tuple[str, str, Any, Any]]) -> list[Tree]:
 
 
 def check_chunks(chunks: int) -> None:
-    """Raises:
-    InputError: `chunks` is not a positive int.
+    """Refuse a number of microbatches that is not a positive int.
+
+    Raises:
+        InputError: it is not.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"the number of microbatches must be a positive int, got {chunks!r}")
@@ -216,8 +218,10 @@ def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[SharedTensor, ..
 
 
 def check_unchanged(shared: Sequence[SharedTensor]) -> None:
-    """Raises:
-    InputError: one of these was changed in place since, so that others saw the change.
+    """Refuse a step whose model changed one of these in place: other microbatches saw it.
+
+    Raises:
+        InputError: names every tensor that was changed.
     """
     changed = [one for one in shared if version_of(one.leaf.value) != one.version]
     if changed:
@@ -294,7 +298,7 @@ def _resolve(tree: Tree, leaf: Leaf, faults: list[str]) -> None:
 
 
 def _check_said(trees: Sequence[Tree], batch: Batch, chunks: int) -> None:
-    """What a spec names is split along its own rows; but a target has those of the batch."""
+    """Refuse tensors with a spec that have too few rows, and targets without the batch's rows."""
     for tree in trees:
         for leaf in tree.leaves:
             if leaf.dim is None:

@@ -117,7 +117,7 @@ class RunnableModel:
 
 @dataclass(frozen=True)
 class ModelOptions(RunnableModel):
-    """The same for a model that need not have weights."""
+    """Options for a model that may be built without weights."""
 
     meta: Meta = None
 
@@ -136,7 +136,7 @@ class ModelOptions(RunnableModel):
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer: the fields of its first argument's class become options of it."""
+    """Make a command for typer: the fields of its first argument's class become its options."""
     hints = get_type_hints(command, include_extras=True)
     first, *others = inspect.signature(command).parameters.values()
     made = hints[first.name]

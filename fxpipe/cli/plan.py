@@ -129,9 +129,10 @@ def plan(asked: _Asked) -> None:
     the reason why each lost.
     """
     wanted = None if asked.tokens is None else token_count(asked.tokens)
-    pictures = (".svg", ".png", ".pdf")
+    from fxpipe.viz.svg import PICTURES
+
     for path, endings in (
-        (asked.save, (".json",)), (asked.report, (".html",)), (asked.what_if_picture, pictures),
+        (asked.save, (".json",)), (asked.report, (".html",)), (asked.what_if_picture, PICTURES),
     ):  # fmt: skip
         if path is not None and path.suffix.lower() not in endings:
             raise InputError(f"this is written as {' or '.join(endings)}, but got {path}")

@@ -45,7 +45,7 @@ class Feed(Protocol):
     input_name: str
 
     def shapes(self, rows: int, length: int, number: int) -> dict[str, torch.Tensor]:
-        """Inputs of a round of the size that they have if those of round 0 have this one."""
+        """Tensors shaped as a round's inputs are, if those of round 0 are `rows` x `length`."""
 
     def inputs(self, microbatch: int, number: int, tokens: Any) -> dict[str, torch.Tensor]:
         """The inputs of a round; `tokens` are None for a stage that does not take them."""

@@ -21,7 +21,7 @@ __all__ = [
     "TRANSFERS",
     "Look",
     "Theme",
-    "mix",
+    "lighten",
     "shade",
     "shades",
     "tone",
@@ -97,10 +97,10 @@ ON_COLOUR = "#1b1f25"
 """Labels on the colours of actions, which stay as they are in dark mode."""
 
 
-def mix(colour: str, other: str, share: float) -> str:
-    """A colour with `share` of another one in it."""
-    pairs = ((int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+def lighten(colour: str, share: float) -> str:
+    """A colour with `share` of white in it."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def tone(index: int, count: int) -> float:
@@ -110,7 +110,7 @@ def tone(index: int, count: int) -> float:
 
 def shade(kind: Kind, index: int, count: int) -> str:
     """The colour of a kind for the stage with this index among a rank's stages."""
-    return mix(LOOKS[kind].colour, "#ffffff", tone(index, count))
+    return lighten(LOOKS[kind].colour, tone(index, count))
 
 
 def shades(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
-from fxpipe.viz.palette import LIGHT, LOOKS, ON_COLOUR, TRANSFERS, mix, shade, shades
+from fxpipe.viz.palette import LIGHT, LOOKS, ON_COLOUR, TRANSFERS, lighten, shade, shades
 from fxpipe.viz.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
 from fxpipe.viz.timeline_picture.spans import Words, nice_ticks, number_lanes, runs_beside
 
@@ -283,7 +283,7 @@ def _draw_arrow(kind: Kind, place: _Place, tip: str) -> Item:
         return Box(x, y, width, height, look.colour, hatch=look.hatch, tip=tip)
     point = min(height / 2, width / 2)
     middle, bottom, right = y + height / 2, y + height, x + width
-    fill = look.colour if kind.is_send else mix(look.colour, "#ffffff", 0.5)
+    fill = look.colour if kind.is_send else lighten(look.colour, 0.5)
     points: tuple[tuple[float, float], ...]
     if kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION):
         points = ((x, y), (right - point, y), (right, middle), (right - point, bottom), (x, bottom))

@@ -68,8 +68,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 _MODEL = (
-    "The model: an example (gpt, unet, ...), file.py:factory, package.module:factory, "
-    "hf:config.json or hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes)."
+    "The model: an example (gpt, unet, ...), a known one (llama3-8b, deepseek-v3, ...), "
+    "file.py:factory, package.module:factory, hf:config.json or "
+    "hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes)."
 )
 _SPLIT = "Begin a stage at this module, for example blocks.2. May be repeated, or a list."
 _INPUTS = "A function that makes example inputs, file.py:name; called with the batch size."

@@ -249,8 +249,7 @@ def _validate_schedule(
     found = (program.num_ranks, program.num_stages, program.num_microbatches)
     if found != (pp_group_size, num_stages, num_microbatches):
         raise ScheduleError(f"the order is for {found} ranks, stages and microbatches")
-    kinds = {part.kind for row in program.ranks for a in row for part in a.each}
-    if not any(kind.is_backward for kind in kinds):
+    if not program.has_backward:
         raise ScheduleError("the order has forwards alone")
     return dict(enumerate(program.placement.stage_to_rank))
 

@@ -120,6 +120,16 @@ class Program:
             for action in actions
         )
 
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether the program computes gradients; otherwise it is an evaluation."""
+        return any(
+            part.kind.is_backward
+            for actions in self.ranks
+            for action in actions
+            for part in action.each
+        )
+
     @staticmethod
     def parse(
         text: str,

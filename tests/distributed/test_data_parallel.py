@@ -398,6 +398,50 @@ def test_a_limit_of_the_replicas_own_group_is_named(wrapper: str) -> None:
     assert "make that group with a longer timeout" in waiting
 
 
+def slow_evaluation(rank: int) -> str:
+    """Rank 1 evaluates for longer than the timeout, after all have gathered."""
+    shared = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    module = blocks(1)[0]
+    stage = PipelineStage(wrap(module, "fsdp", shared), 0, 1, "cpu", group=alone[rank])
+    made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=3.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    made.eval(rand(8, 8))
+    if rank == 1:
+        module.linear.register_forward_pre_hook(lambda *_: time.sleep(3.0))
+    with pytest.raises(RemoteStageError) as caught:
+        made.eval(rand(8, 8))
+    return str(caught.value)
+
+
+def test_a_vote_that_one_replica_has_given_up_counts_for_none() -> None:
+    # The later one would find the other's vote, and be the only one that succeeds.
+    waited, late = run_on_ranks(2, slow_evaluation)
+
+    assert "did not answer" in waited
+    assert "it has given this step up" in late or "did not answer within" in late
+
+
+def reshards_alone(rank: int) -> bool:
+    """Whether a part is sharded again after a forward that the user makes between steps."""
+    shared = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    module = blocks(1)[0]
+    wrapped = wrap(module, "fsdp parts", shared)
+    made = Schedule1F1B(
+        [PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])], 2, loss_fn=mse, timeout=60.0
+    )
+    made.step(rand(8, 8), target=rand(8, 8))
+    with torch.no_grad():
+        wrapped(rand(8, 8))
+    return hasattr(module.linear.weight, "device_mesh")
+
+
+def test_a_user_s_own_forward_frees_what_it_gathers() -> None:
+    # A step keeps forwards from freeing anything, and has to say when that is over.
+    assert run_on_ranks(2, reshards_alone) == [True, True]
+
+
 def freed_after_silence(rank: int) -> float:
     """Seconds to free the group of a vote that was never answered; the group's own limit is 150."""
     world = dist.new_group([0, 1])

@@ -37,6 +37,18 @@ def test_json_has_options_stages_and_files(tmp_path: Path) -> None:
     assert "Plan for 2 ranks" in report.read_text()
 
 
+def test_the_time_from_step_to_step_can_be_wanted() -> None:
+    asked = (*SMALL, "--schedule", "ZBH2", "--data-parallel", "1", "--checkpointing", "none")
+
+    alone = fxpipe_json("plan", *asked)["options"][0]
+    repeated = fxpipe_json("plan", *asked, "--objective", "period")["options"][0]
+
+    assert repeated["step_time"] < alone["step_time"]
+    assert "objective is 'time'; known: step, period" in fails(
+        "plan", *asked, "--objective", "time"
+    )
+
+
 def test_hugging_face_configuration_without_weights() -> None:
     found = fxpipe_json(
         "plan", "hf:llama?num_hidden_layers=8", "-p", "8", "--batch-size", "16", "--seq", "512",

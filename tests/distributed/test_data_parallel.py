@@ -27,6 +27,8 @@ from fxpipe import (
     pipeline,
 )
 from fxpipe.runtime.control.ballot import BALLOTS, Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.parameters.ddp import DdpSync
+from fxpipe.runtime.parameters.fsdp import FsdpSync
 from fxpipe.runtime.wire.failure import Deadline
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
@@ -396,6 +398,29 @@ def test_a_limit_of_the_replicas_own_group_is_named(wrapper: str) -> None:
 
     assert "Timed out waiting 1500ms" in waiting
     assert "make that group with a longer timeout" in waiting
+
+
+def cannot_begin(rank: int, wrapper: str) -> None:
+    _, made = side_by_side(rank, wrapper, timeout=60.0)
+    x, y = rand(8, 8), rand(8, 8, seed=2)
+    made.step(x, target=y)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if rank == 2:
+            kind = DdpSync if wrapper == "ddp" else FsdpSync
+            stack.enter_context(mock.patch.object(kind, "begin", no_memory))
+        stack.enter_context(pytest.raises((MemoryError, RemoteStageError), match=r"no room|answer"))
+        made.step(x, target=y)
+    assert time.monotonic() - start < 30.0
+    with pytest.raises(RemoteStageError, match=r"make the groups anew|make a new schedule"):
+        made.step(x, target=y)
+    assert time.monotonic() - start < 30.0
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_replica_that_cannot_begin_a_step_wakes_the_others(wrapper: str) -> None:
+    # It had no collectives to make, told nobody, and the others waited for the timeout.
+    run_on_ranks(4, cannot_begin, wrapper)
 
 
 def slow_evaluation(rank: int) -> str:

@@ -47,7 +47,7 @@ from fxpipe.torch_inside import version_of
 __all__ = [
     "Batch",
     "Leaf",
-    "SharedTensor",
+    "Shared",
     "Tree",
     "check_chunks",
     "check_unchanged",
@@ -93,7 +93,7 @@ class Tree:
         return f"{self.text(leaf.path)}: {describe(leaf.value)}"
 
 
-class SharedTensor(NamedTuple):
+class Shared(NamedTuple):
     """A tensor that several microbatches see, and its version when it was given to them."""
 
     tree: Tree
@@ -128,10 +128,8 @@ def read(trees: Sequence[tuple[str, str, Any, Any]]) -> list[Tree]:
 
 
 def check_chunks(chunks: int) -> None:
-    """Refuse a number of microbatches that is not a positive int.
-
-    Raises:
-        InputError: it is not.
+    """Raises:
+    InputError: `chunks` is not a positive int.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"the number of microbatches must be a positive int, got {chunks!r}")
@@ -204,10 +202,10 @@ def _rows_of(value: Any, dim: int, deal: Deal, chunks: int) -> Sequence[int]:
     return deal.rows if is_batch else deal_of(value, dim, chunks).rows
 
 
-def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[SharedTensor, ...]:
+def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
     """The tensors that several microbatches are going to see."""
     return tuple(
-        SharedTensor(tree, leaf, version_of(leaf.value))
+        Shared(tree, leaf, version_of(leaf.value))
         for tree in trees
         for leaf in tree.leaves
         if chunks > 1
@@ -217,11 +215,9 @@ def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[SharedTensor, ..
     )
 
 
-def check_unchanged(shared: Sequence[SharedTensor]) -> None:
-    """Refuse a step whose model changed one of these in place: other microbatches saw it.
-
-    Raises:
-        InputError: names every tensor that was changed.
+def check_unchanged(shared: Sequence[Shared]) -> None:
+    """Raises:
+    InputError: one of these was changed in place since, so that others saw the change.
     """
     changed = [one for one in shared if version_of(one.leaf.value) != one.version]
     if changed:
@@ -298,7 +294,7 @@ def _resolve(tree: Tree, leaf: Leaf, faults: list[str]) -> None:
 
 
 def _check_said(trees: Sequence[Tree], batch: Batch, chunks: int) -> None:
-    """Refuse tensors with a spec that have too few rows, and targets without the batch's rows."""
+    """What a spec names is split along its own rows; but a target has those of the batch."""
     for tree in trees:
         for leaf in tree.leaves:
             if leaf.dim is None:

@@ -222,7 +222,7 @@ def contents(value: object, _depth: int = 0) -> object:
         )
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
-    if isinstance(value, _ATOMS) or _depth > _DEEPEST:
+    if isinstance(value, _ATOMS) or getattr(type(value), "is_atom", False) or _depth > _DEEPEST:
         return id(value)
     parts = _parts(value)
     if parts is None:

@@ -53,7 +53,7 @@ class Traced:
 
     @property
     def figures(self) -> Figures:
-        """What pictures of the pipe show of its costs."""
+        """What pictures of it show."""
         return {"flops": self.flops, "sizes": self.sizes}
 
 
@@ -135,7 +135,7 @@ def stage_table(traced: Traced) -> Table:
 
 
 def pipe_json(traced: Traced) -> dict[str, Any]:
-    """What `stage_table` shows, and more, as JSON."""
+    """The same for programs."""
     pipe, sizes = traced.pipe, traced.sizes
     outline = make_outline(pipe, "stages", **traced.figures)
     return {

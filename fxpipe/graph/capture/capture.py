@@ -35,7 +35,7 @@ from fxpipe.graph.capture.dtype_following import (
 )
 from fxpipe.graph.capture.one_row import taking_one
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
-from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
+from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownLengthError, UnknownSizeError
 from fxpipe.graph.capture.train_eval import merge_modes
 from fxpipe.graph.dims import free_names, text
 from fxpipe.graph.inputs import name_call, parameters_of
@@ -137,6 +137,10 @@ def _use(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> 
         else:
             try:
                 return use(traced)
+            except UnknownLengthError as error:
+                why = f"with no loop over rows as one call ({_first_line(error)})"
+                settings = dataclasses.replace(settings, may_loop=False, why=why)
+                continue
             except UnknownSizeError as error:
                 first, may_follow = first or error, True
         if may_follow and not settings.follows_example:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fxpipe.errors import SplitError, TraceError
 from fxpipe.graph.calls.attention_masks import watched_masks
-from fxpipe.graph.calls.late_lists import watched_lists
+from fxpipe.graph.calls.late_lists import Many, ManySpec, watched_lists
 from fxpipe.graph.calls.value_functions import Found, watched_functions
 from fxpipe.graph.capture.dtype_following import cast_inputs
 from fxpipe.graph.capture.second_run import forgive_carried
@@ -46,7 +46,7 @@ class Task:
     """What is captured, and why each run of the model was made so far.
 
     `other_mode` are the errors of the mode that the model is not in, `asking` the functions that
-    were seen to ask for values of the inputs.
+    were seen to ask for values of the inputs, `looping` those that were seen to fix the rows.
     """
 
     module: nn.Module
@@ -58,6 +58,7 @@ class Task:
     other_mode: list[Exception] = dataclasses.field(default_factory=list)
     failed_in: list[str] = dataclasses.field(default_factory=list)
     asking: set[Found] = dataclasses.field(default_factory=set)
+    looping: set[Found] = dataclasses.field(default_factory=set)
 
     def run_plainly(self) -> list[str] | None:
         """Run the model; return the names of what it makes when it first runs, None if it fails.
@@ -96,7 +97,8 @@ class Settings:
 
     With `true_flags` only those parameters require gradients that do in the model: some code
     asks. Otherwise all do, so that freezing some later changes no graph. With `why_one_mode` the
-    model is captured in the mode it is in, and not in the other.
+    model is captured in the mode it is in, and not in the other. Without `may_loop` no function
+    that loops over rows is one call.
     """
 
     opened: frozenset[str]
@@ -104,6 +106,7 @@ class Settings:
     follows_example: bool = False
     true_flags: bool = False
     why_one_mode: str = ""
+    may_loop: bool = True
     why: str = "to record it"
 
 
@@ -182,7 +185,10 @@ def _recorded(
         stack.enter_context(listening(trace.on_pipe_split))
         stack.enter_context(watched_masks(module, trace.calls.mask, trace.is_opened))
         stack.enter_context(watched_lists(trace.calls.list_of))
-        stack.enter_context(watched_functions(task.asking, trace.calls.value_function))
+        looping = task.looping if settings.may_loop else set[Found]()
+        asking = task.asking - looping
+        stack.enter_context(watched_functions(asking, trace.calls.value_function))
+        stack.enter_context(watched_functions(looping, trace.methods.call))
         stack.enter_context(
             watched_draws(trace.is_opened, trace.writer.refuse_draw, trace.writer.refuse, module)
         )
@@ -232,6 +238,12 @@ def _check_opened(task: Task, settings: Settings, trace: Trace) -> None:
         task.asking.update(asking)
         names = ", ".join(sorted({found.name for found in asking}))
         why = f"with {names} as one call each, since they ask for values"
+        raise OtherSettings(dataclasses.replace(settings, why=why)) from None
+    looping = trace.looping() - task.looping
+    if looping and settings.may_loop:
+        task.looping.update(looping)
+        names = ", ".join(sorted({found.name for found in looping}))
+        why = f"with {names} as one call each, since they fix the number of rows"
         raise OtherSettings(dataclasses.replace(settings, why=why)) from None
 
 
@@ -319,6 +331,10 @@ def _described(sizes: Sizes, devices: frozenset[torch.device], leaf: object) -> 
         return STAGE_DEVICE if leaf in devices else leaf
     if isinstance(leaf, torch.Tensor):
         return sizes.spec(leaf)
+    if isinstance(leaf, Many):
+        if leaf.made is None:
+            return ManySpec()
+        return map_leaves(functools.partial(_described, sizes, devices), leaf.made)
     if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return sizes.plain(leaf.node.expr)
     return leaf

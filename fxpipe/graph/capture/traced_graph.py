@@ -12,7 +12,7 @@ from fxpipe.graph.facts import Facts
 from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature
 
-__all__ = ["TracedGraph", "UnknownSizeError"]
+__all__ = ["TracedGraph", "UnknownLengthError", "UnknownSizeError"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class TracedGraph:
     flags: frozenset[str] = frozenset()
     modes: Mapping[str, bool] | None = None
     why_one_mode: str = ""
+
+
+class UnknownLengthError(SplitError):
+    """A list would cross a boundary whose length is a size."""
 
 
 class UnknownSizeError(SplitError):

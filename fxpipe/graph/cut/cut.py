@@ -15,6 +15,7 @@ that leaves a buffer, a parameter or an argument which one stage changes in anot
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -23,6 +24,7 @@ from torch import fx, nn
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.checks import AgreedPart
 from fxpipe.graph.calls.graph_calls import Hooked, Kept, Observed, after, given
+from fxpipe.graph.calls.method_calls import MethodCall, module_at
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.cut.flow import Flow, is_free, work_nodes
 from fxpipe.graph.cut.recompute import choose_repeated
@@ -234,9 +236,9 @@ def check_state_writes(flow: Flow) -> None:
 
 def _written(module: nn.Module, node: fx.Node, writes: frozenset[str]) -> set[str]:
     names = set(writes)
-    if node.op == "call_module":
-        for inner, part in module.get_submodule(str(node.target)).named_modules():
-            prefix = ".".join(filter(None, (str(node.target), inner)))
+    for held in _modules_of(module, node):
+        for inner, part in module.get_submodule(held).named_modules():
+            prefix = ".".join(filter(None, (held, inner)))
             if isinstance(part, NormBase) and part.running_mean is not None:
                 names |= {f"{prefix}.{key}" for key, _ in part.named_buffers()}
             # What is not saved is a cache that every stage fills for itself.
@@ -244,11 +246,24 @@ def _written(module: nn.Module, node: fx.Node, writes: frozenset[str]) -> set[st
     return names
 
 
+def _modules_of(module: nn.Module, node: fx.Node) -> list[str]:
+    """Return the names of the modules that a node runs."""
+    if node.op == "call_module":
+        return [str(node.target)]
+    parts = node.all_input_nodes if isinstance(node.target, MethodCall) else ()
+    names = [str(part.target) for part in parts if part.op == "get_attr"]
+    return [name for name in names if module_at(module, name) is not None]
+
+
 def _tensors(module: nn.Module, node: fx.Node) -> Iterator[torch.Tensor]:
     if node.op == "call_module":
         yield from module.get_submodule(str(node.target)).buffers()
         yield from module.get_submodule(str(node.target)).parameters()
     elif node.op == "get_attr":
+        part = module_at(module, str(node.target))
+        if part is not None:
+            yield from itertools.chain(part.buffers(), part.parameters())
+            return
         found = _tensor(module, str(node.target))
         if found is not None:
             yield found

@@ -22,7 +22,8 @@ from torch import fx
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, dtype_of, given
-from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownSizeError
+from fxpipe.graph.calls.late_lists import ManySpec
+from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownLengthError, UnknownSizeError
 from fxpipe.graph.capture.train_eval import ModeDependent, choose
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.facts import Facts, leaves_of
@@ -241,6 +242,8 @@ class Flow:
         if isinstance(spec, TensorSpec):
             self._check_known(node, spec)
             return [node]
+        if isinstance(spec, ManySpec):
+            raise UnknownLengthError(self._a_list(node))
         if isinstance(spec, ModeDependent):
             raise SplitError(
                 f"{node.name} ({self.facts[node].where}) is {spec.training} in training and "
@@ -250,6 +253,12 @@ class Flow:
         if isinstance(spec, sympy.Basic):
             return [self._number_tensor(node)]
         return list(self._parts(node))
+
+    def _a_list(self, node: fx.Node) -> str:
+        return (
+            f"{node.name} ({self.facts[node].where}) has a list whose length depends on the number "
+            "of rows, so it cannot cross a stage boundary; move the split"
+        )
 
     def _check_known(self, node: fx.Node, spec: TensorSpec) -> None:
         unknown = spec.symbols - set(self.traced.symbols)
@@ -297,6 +306,8 @@ class Flow:
         if found is None:
             return
         for (kind, key), child in zip(found.accessors, found.children, strict=True):
+            if isinstance(child, ManySpec):
+                raise UnknownLengthError(self._a_list(node))
             if not isinstance(child, TensorSpec) and branch(child) is None:
                 continue
             part = self.facts.part(node, key)

@@ -33,6 +33,7 @@ from fxpipe.graph.calls.graph_calls import (
     like,
     or_zeros,
 )
+from fxpipe.graph.calls.method_calls import module_at
 from fxpipe.graph.capture.train_eval import TrainingFlag, flag_of
 from fxpipe.graph.cut.checkpoint_regions import with_checkpoints
 from fxpipe.graph.cut.flow import Flow, as_tensor
@@ -163,7 +164,8 @@ class StageWriter:
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
         target: Any = node.target
         if node.op == "get_attr":
-            self._tensors[target] = None
+            is_module = module_at(self._flow.traced.module, target) is not None
+            (self._modules if is_module else self._tensors)[target] = None
             return self._graph.create_node("get_attr", target, (), {}, node.name)
         if isinstance(target, TracedDtype):
             return self._dtype(target)

@@ -31,6 +31,7 @@ from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.facts import map_arguments
 from fxpipe.graph.nested import SYMBOLIC, Args, Kwargs, has_tensor, map_leaves, walk
 from fxpipe.graph.record.tape import StageDevice, Tape, UnknownTensorError
+from fxpipe.graph.record.torch_functions import sizes_only
 from fxpipe.graph.sandbox.fake import FakeState, Left
 from fxpipe.graph.sandbox.made_up import another, filled
 from fxpipe.graph.sandbox.restore import preserved_values
@@ -128,10 +129,7 @@ class ExampleValues:
         Raises:
             NoValueError: the sizes do not follow from the inputs.
         """
-        first = self._call(func, args, kwargs, 1, False, module)
-        again = self._call(func, args, kwargs, 1, True, module)
-        if not has_tensor(first) or _described(first) != _described(again):
-            raise NoValueError
+        first = self._certain(func, args, kwargs, module)
         shapes = _shapes(first)
         if self.free_rows():
             try:
@@ -149,6 +147,26 @@ class ExampleValues:
 
         with self._mode:
             return map_leaves(fake, first)
+
+    def _certain(
+        self, func: Callable[..., object], args: Args, kwargs: Kwargs, module: nn.Module | None
+    ) -> object:
+        first = self._call(func, args, kwargs, 1, False, module)
+        again = self._call(func, args, kwargs, 1, True, module)
+        if not has_tensor(first) or _described(first) != _described(again):
+            raise NoValueError
+        return first
+
+    def runs(
+        self, func: Callable[..., object], args: Args, kwargs: Kwargs, module: nn.Module | None
+    ) -> list[object]:
+        """As `sizes`, with values: for the example, and with its rows more than once."""
+        more = [self._call(func, args, kwargs, scale, False, module) for scale in _SCALES[1:]]
+        return [self._certain(func, args, kwargs, module), *more]
+
+    def num_fixed_rows(self) -> int:
+        """Return how many inputs have a number of rows that is no size any more."""
+        return sum(not self._env.replace(row).free_symbols for row in self._rows.values())
 
     def whole(self, call: ValueFunction, args: Args, kwargs: Kwargs) -> object:
         """Return what a function of whole numbers returns, as fake tensors.
@@ -216,9 +234,10 @@ class ExampleValues:
         if any(path != paths[0] for path in paths):
             raise NoValueError
         leaves = iter(zip(*([leaf for _, leaf in walk(one)] for one in found), strict=True))
-        return map_leaves(lambda _: self._formula(next(leaves)), found[0])
+        return map_leaves(lambda _: self.formula(next(leaves)), found[0])
 
-    def _formula(self, values: Sequence[int]) -> object:
+    def formula(self, values: Sequence[int]) -> Any:
+        """Return a size for any number of rows; `values` is what it is for the example and more."""
         first = values[0]
         if all(type(value) is type(first) and value == first for value in values):
             return first
@@ -309,7 +328,7 @@ class ExampleValues:
             if node not in needed and node not in done:
                 self._check(node)
                 needed.add(node)
-                stack.extend(set(node.all_input_nodes) - _sizes_only(node))
+                stack.extend(set(node.all_input_nodes) - sizes_only(node))
         return needed
 
     def _value(self, wanted: fx.Node, scale: int, done: dict[fx.Node, object]) -> object:
@@ -338,7 +357,7 @@ class ExampleValues:
                 raise NoValueError
             return buffer.clone()
         values = self._sizes_at(scale)
-        blanks = {source: self._blank(source, values) for source in _sizes_only(node)}
+        blanks = {source: self._blank(source, values) for source in sizes_only(node)}
         done = {**done, **blanks} if blanks else done
         args, kwargs = self._arguments((node.args, node.kwargs), values, done)
         if node.op == "call_method":
@@ -410,22 +429,6 @@ def _number_at(expr: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
     if not found.is_number:
         raise NoValueError
     return int(found) if found.is_integer else float(found)
-
-
-_LIKE = {
-    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
-}  # fmt: skip
-_AS = {"expand_as", "view_as", "reshape_as", "type_as"}
-
-
-def _sizes_only(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes of which another reads size, dtype and device, and no value."""
-    if isinstance(node.target, MaskCall):
-        return {s for s in node.target.shown(node.args, node.kwargs) if isinstance(s, fx.Node)}
-    name = getattr(node.target, "__name__", node.target)
-    shown = node.args[name in _AS :][:1] if name in _LIKE | _AS else ()
-    read = node.args[:1] if name in _AS else ()
-    return {arg for arg in shown if isinstance(arg, fx.Node) and arg not in read}
 
 
 def _is_count(args: Args) -> bool:

@@ -44,7 +44,15 @@ from fxpipe.torch_inside import (
     version_of,
 )
 
-__all__ = ["DATA_DEPENDENT", "Handed", "LeafOutcome", "LeafRuns", "run_operation"]
+__all__ = [
+    "DATA_DEPENDENT",
+    "Handed",
+    "LeafOutcome",
+    "LeafRuns",
+    "attributes_of",
+    "changed_attributes",
+    "run_operation",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -231,11 +239,11 @@ class LeafRuns:
         tensors = [leaf for _, leaf in walk((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [version_of(tensor) for tensor in tensors]
         self._touched = set()
-        attributes = _attributes(self._leaf)
+        attributes = attributes_of(self._leaf)
         try:
             output = call(*args, **kwargs)
         finally:
-            self._left |= _changed(attributes)
+            self._left |= changed_attributes(attributes)
         # Now: asking a tensor for its memory below would count as a use of it.
         touched = (self._touched or set()) | {id(leaf) for _, leaf in walk(output)}
         storages = {storage_of(t): i for i, t in enumerate(tensors)}
@@ -261,7 +269,9 @@ class LeafRuns:
         return self._kinds[id(module)]
 
 
-def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, object], dict[str, object]]]:
+def attributes_of(
+    module: nn.Module | None,
+) -> list[tuple[str, dict[str, object], dict[str, object]]]:
     """Return the attributes and buffers of a leaf's modules, each beside a copy."""
     return [
         (name, place, dict(place))
@@ -271,9 +281,10 @@ def _attributes(module: nn.Module | None) -> list[tuple[str, dict[str, object], 
     ]
 
 
-def _changed(
+def changed_attributes(
     attributes: list[tuple[str, dict[str, object], dict[str, object]]],
 ) -> set[tuple[str, str]]:
+    """Return the attributes that are others now, by inner module and name."""
     return {
         (name, key)
         for name, place, before in attributes

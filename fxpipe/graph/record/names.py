@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.graph.facts import Ambient, NodeFacts, Region
+from fxpipe.graph.sandbox.patches import collector
 from fxpipe.graph.source_line import a_value_decides, user_frame
 from fxpipe.torch_inside import autocast_settings
 
@@ -124,6 +125,7 @@ class Running:
         self.around = Surroundings()
         self.opened: list[nn.Module] = []
         self.leaves: list[nn.Module] = []
+        self.collector: object = None  # what kept outputs when the outermost leaf was called
         self.is_busy = False  # with what is not written down
         self.is_reading = False  # code that runs beside the trace, whose reads count
         self._thread = threading.get_ident()
@@ -150,10 +152,14 @@ class Running:
     @contextmanager
     def in_leaf(self, module: nn.Module) -> Iterator[None]:
         """Take code for that of a leaf, until exit."""
+        if not self.leaves:
+            self.collector = collector()
         self.leaves.append(module)
+        before, self.is_reading = self.is_reading, False
         try:
             yield
         finally:
+            self.is_reading = before
             self.leaves.pop()
 
     @contextmanager

@@ -29,7 +29,14 @@ from fxpipe.graph.calls.checks import (
     ItemIs,
 )
 from fxpipe.graph.calls.graph_calls import Hooked, Refusal, TracedDtype
-from fxpipe.graph.calls.late_lists import joined_late, plain_lists, rejoined, split_late
+from fxpipe.graph.calls.late_lists import (
+    Many,
+    joined_late,
+    joined_many,
+    plain_lists,
+    rejoined,
+    split_late,
+)
 from fxpipe.graph.calls.value_functions import Found, running_functions
 from fxpipe.graph.nested import Args, Kwargs, has_tensor, map_leaves, walk
 from fxpipe.graph.record.constant_values import (
@@ -157,6 +164,7 @@ class Operations:
         self._leaves = leaves
         self._decisions = Decisions()
         self.asking: set[Found] = set()  # functions that ask for values of the inputs
+        self.looping: set[Found] = set()  # functions that fix the number of rows
         self.asks_for_gradients = False
         self.has_lists = False  # whose length is a size
         self._dtypes_of_state: set[tuple[Place, torch.dtype]] = set()
@@ -169,6 +177,9 @@ class Operations:
             parts = split_late(func, args, kwargs, self._split)
             if parts is not None:
                 return parts
+            many = None if self._running.leaves else joined_many(func, args, kwargs)
+            if many is not None:
+                return self._joined(*many)
             late = joined_late(func, args, kwargs)
             if late is not None and not has_unbacked(late[0], self._sizes.env):
                 func, args, kwargs = rejoined, late, {}
@@ -182,6 +193,15 @@ class Operations:
         else:
             output = self.run(func, args, kwargs)
         self._decisions.note(func, args, kwargs, output)
+        return output
+
+    def _joined(self, many: Many, dim: int) -> torch.Tensor:
+        """Write that a list of tensors is joined; their number is a size."""
+        with self._running.unseen(), self._mode:
+            output = many.joined(dim)
+        node = self._writer.call(torch.cat, many.node(), dim)
+        self._tape.adopt(node, output)
+        self._writer.check_sizes(output)
         return output
 
     def _split(self, tensor: torch.Tensor, sizes: object, dim: int) -> Any:

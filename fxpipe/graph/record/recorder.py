@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import Applied, Mapped, Scripted, function_modes
+from fxpipe.graph.calls.late_lists import LateList
+from fxpipe.graph.calls.value_functions import Found, running_functions
 from fxpipe.graph.facts import NodeFacts
 from fxpipe.graph.guard.reads import Reads
 from fxpipe.graph.markers import SplitPoint, pipe_split
@@ -31,6 +34,7 @@ from fxpipe.graph.nested import Args, Kwargs, Symbolic, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
 from fxpipe.graph.record.example_values import ExampleValues
 from fxpipe.graph.record.leaf_runs import LeafRuns
+from fxpipe.graph.record.method_runs import MethodRuns
 from fxpipe.graph.record.names import Running
 from fxpipe.graph.record.operations import Operations, Writer
 from fxpipe.graph.record.state_writes import Carried, StateWatch
@@ -38,8 +42,8 @@ from fxpipe.graph.record.tape import Tape
 from fxpipe.graph.record.torch_functions import is_metadata
 from fxpipe.graph.record.whole_calls import LeafCalls, WholeCalls
 from fxpipe.graph.sandbox.fake import FakeState
-from fxpipe.graph.sandbox.patches import Seer
-from fxpipe.graph.sizes.symbols import Sizes
+from fxpipe.graph.sandbox.patches import Seer, collector
+from fxpipe.graph.sizes.symbols import Sizes, TracedSizes
 from fxpipe.graph.source_line import is_users, user_frame
 from fxpipe.torch_inside import FakeTensorMode
 
@@ -82,6 +86,13 @@ class Trace(TorchFunctionMode, Seer):
         self._leaf_calls = LeafCalls(state, sizes, running, writer, self._leaves, to_open)
         self._watch = StateWatch(module, opened, state)
         self.reads = Reads(module, running.is_read, self._leaf_calls.on_left)
+        self.methods = MethodRuns(
+            mode, state, running, writer, self.operations, self._inputs, self.reads, self.calls,
+            self._leaf_calls, self._leaves, to_open,
+        )  # fmt: skip
+        self._num_fixed_rows = 0
+        if isinstance(sizes.env, TracedSizes):
+            sizes.env.trace = weakref.ref(self)  # torch keeps the environment for longer
         self.is_opened = running.is_opened
         self.real_of = state.real_of
         self.carried: list[Carried] = []
@@ -126,8 +137,6 @@ class Trace(TorchFunctionMode, Seer):
             self.reads.note_module(module)
             try:
                 output = call(*args, **kwargs)
-                if len(self._running.opened) == 1:
-                    self.calls.settle_lists(output)
             except Exception:
                 self.failed_in = self.failed_in or name or ""
                 raise
@@ -175,11 +184,24 @@ class Trace(TorchFunctionMode, Seer):
         elif self._running.leaves and is_users(sys._getframe(2).f_code.co_filename):
             self._sizes.decided(value, inside_leaf=True)
 
+    def on_settled(self) -> None:
+        """Take note of the functions that run when the number of rows becomes a fixed one."""
+        before, self._num_fixed_rows = self._num_fixed_rows, self._inputs.num_fixed_rows()
+        inside = self._running.inside
+        if self._num_fixed_rows > before and inside is not None:
+            found = running_functions(inside)
+            self.operations.looping.update(one for one in found if one.name != "forward")
+
+    def looping(self) -> set[Found]:
+        """Return the functions that have fixed the number of rows, if it is fixed now."""
+        return self.operations.looping if self._inputs.num_fixed_rows() else set()
+
     def on_check(self, condition: object) -> bool:
         return self.calls.check(condition)
 
     def on_kept(self, module: nn.Module) -> None:
-        self._leaf_calls.on_kept(module)
+        if collector() is self._running.collector:  # and not one that the leaf reads itself
+            self._leaf_calls.on_kept(module)
 
     def on_hook(
         self, hook: Callable[..., object], module: nn.Module, values: tuple[object, ...]
@@ -221,6 +243,9 @@ class Trace(TorchFunctionMode, Seer):
         faults, self.carried = self._watch.finish(self.reads, self.tape)
         for fault in faults:
             self.writer.refuse(fault)
+        for _, leaf in walk(output):
+            if isinstance(leaf, LateList):
+                leaf.plain()
         with self.writer.explained():
             self.tape.finish(output)
 

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional
 
+from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.nested import Args, Kwargs, Size, has_tensor
 from fxpipe.graph.sandbox.made_up import empty
 from fxpipe.torch_inside import VERSION_COUNTER, following_sizes, functorch_is_active
@@ -32,6 +34,7 @@ __all__ = [
     "is_metadata",
     "plain_tuples",
     "run_following",
+    "sizes_only",
     "stacked",
     "stacked_indices",
     "substitute",
@@ -136,6 +139,22 @@ def stacked_indices(func: object, args: Args, stack: Callable[[object], object])
         return args
     made = tuple(stack(part) if _is_list_of_tensors(part) else part for part in parts)
     return (tensor, made if type(index) is tuple else made[0], *rest)
+
+
+_LIKE = {
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
+}  # fmt: skip
+_AS = {"expand_as", "view_as", "reshape_as", "type_as"}
+
+
+def sizes_only(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes of which another reads size, dtype and device, and no value."""
+    if isinstance(node.target, MaskCall):
+        return {s for s in node.target.shown(node.args, node.kwargs) if isinstance(s, fx.Node)}
+    name = getattr(node.target, "__name__", node.target)
+    shown = node.args[name in _AS :][:1] if name in _LIKE | _AS else ()
+    read = node.args[:1] if name in _AS else ()
+    return {arg for arg in shown if isinstance(arg, fx.Node) and arg not in read}
 
 
 def clamped_slices(func: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

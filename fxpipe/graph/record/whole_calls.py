@@ -23,7 +23,7 @@ from torch import nn
 from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.calls.checks import AgreedLeaf, Asserted
 from fxpipe.graph.calls.graph_calls import Observed
-from fxpipe.graph.calls.late_lists import LateList, Numbers, plain_lists
+from fxpipe.graph.calls.late_lists import Numbers, plain_lists
 from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
@@ -120,12 +120,6 @@ class WholeCalls:
             return make()
         self._operations.has_lists = True
         return Numbers(tensor, make)
-
-    def settle_lists(self, output: object) -> None:
-        """Make the lists that the model returns: whoever takes them will look at them."""
-        for _, leaf in walk(output):
-            if isinstance(leaf, LateList):
-                leaf.plain()
 
     def hook(self, hook: Callable[..., object], module: nn.Module, values: Args) -> object:
         """Run a user's hook; one that only looks is a node, and looks again in the stage.
@@ -239,9 +233,7 @@ class LeafCalls:
         )
         for index in outcome.changed:
             self._tape.changed(tensors[index], node)
-        for inner, key in outcome.left:
-            part = module.get_submodule(inner)
-            self._left[id(part), key] = self._around(name, inner)
+        self.note_left(module, name, outcome.left)
         outcome = self._aliased(outcome, tensors)
         self._tape.adopt(node, outcome.output)
         self._writer.check_parts(node, outcome.output)
@@ -272,6 +264,12 @@ class LeafCalls:
             self._writer.want_open()
         with self._running.in_leaf(module):
             return call(*args, **kwargs)
+
+    def note_left(self, module: nn.Module, name: str, left: Collection[tuple[str, str]]) -> None:
+        """Take note of the attributes that a call has changed: inner module and name."""
+        for inner, key in left:
+            part = module.get_submodule(inner)
+            self._left[id(part), key] = self._around(name, inner)
 
     def on_left(self, holder: object, name: str) -> None:
         """Open a leaf whose inner module keeps something that opened code reads."""

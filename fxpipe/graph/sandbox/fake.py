@@ -283,6 +283,20 @@ class FakeState:
             self.real_of[id(made)] = real
         return self._fakes[id(real)]
 
+    @contextlib.contextmanager
+    def trainable(self, module: nn.Module) -> Iterator[None]:
+        """Have a module's own parameters require gradients where their fakes do, until exit."""
+        before = [(p, p.requires_grad) for p in module.parameters() if p.is_leaf]
+        try:
+            for parameter, _ in before:
+                fake = self._fakes.get(id(parameter))
+                if fake is not None and fake.requires_grad:
+                    parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter, flag in before:
+                parameter.requires_grad_(flag)
+
     def is_swapped(self, module: nn.Module) -> bool:
         """Say whether a module holds other parameters or buffers than its own fakes."""
         own = self._slots_of.get(id(module), ())

@@ -39,7 +39,15 @@ from fxpipe.torch_inside import (
     pre_hook_takes_kwargs,
 )
 
-__all__ = ["Seer", "intercepted", "observe", "patched", "run_forward", "unobserved"]
+__all__ = [
+    "Seer",
+    "collector",
+    "intercepted",
+    "observe",
+    "patched",
+    "run_forward",
+    "unobserved",
+]
 
 Call = Callable[..., object]
 
@@ -96,9 +104,8 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for scope in _scopes(module):
             for name, owner in held_functions(vars(scope)).items():
                 stack.enter_context(patched(scope, name, _looked_up(owner)))
-            for name, builtin in (("len", _length(here)), ("range", _range(here))):
-                if name not in vars(scope):
-                    stack.enter_context(patched(scope, name, builtin))
+            if "len" not in vars(scope):
+                stack.enter_context(patched(scope, "len", _length(here)))
             for name, value in list(vars(scope).items()):
                 if isinstance(value, torch.jit.ScriptFunction):
                     stack.enter_context(patched(scope, name, _watched(value, seer.on_script, here)))
@@ -193,6 +200,13 @@ def _keeps(hook: Call, module: nn.Module, args: object, result: object) -> bool:
     return any(sys.getrefcount(t) > count for t, count in zip(tensors, before, strict=True))
 
 
+def collector() -> object:
+    """Return what the hooks that keep outputs put them into now, if anything."""
+    home: Any = sys.modules.get("transformers.utils.output_capturing")
+    active = getattr(home, "_active_collector", None)
+    return None if active is None else active.get()
+
+
 def _is_observer(hook: object) -> bool:
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
@@ -236,31 +250,6 @@ def _length(here: Callable[[], bool]) -> Call:
         return len(value)
 
     return length
-
-
-def _range(here: Callable[[], bool]) -> type:
-    """Return a `range` that asks in each turn whether there is another, as `while` does.
-
-    A loop that goes over a size in steps then decides by the number of turns, not by the size.
-    """
-
-    class Ranges(type):
-        def __call__(cls, *args: Any) -> Any:
-            whole: Any = (0, *args, 1) if len(args) == 1 else (*args, 1)
-            start, stop, step = whole[:3] if 1 <= len(args) <= 3 else (0, 0, 0)
-            is_open = any(isinstance(value, torch.SymInt) for value in (start, stop))
-            if not (here() and is_open and type(step) is int and step > 1):
-                return range(*args)
-            turns = []
-            while start < stop:
-                turns.append(start)
-                start = start + step
-            return tuple(turns)
-
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, range)
-
-    return Ranges("range", (), {})
 
 
 @contextmanager

@@ -107,10 +107,14 @@ class TracedSizes(ShapeEnv):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.settled: dict[sympy.Symbol, tuple[sympy.Basic, Place]] = {}
+        self.trace: Callable[[], Any] = lambda: None  # told when a size has become a number
         watch_replacements(self, self._settle)
 
     def _settle(self, symbol: sympy.Symbol, value: sympy.Basic) -> None:
         self.settled[symbol] = (value, user_frame())
+        trace = self.trace()
+        if trace is not None and not value.free_symbols:
+            trace.on_settled()
 
 
 class Sizes:

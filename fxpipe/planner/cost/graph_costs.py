@@ -268,9 +268,11 @@ def _info(
     for source in node.all_input_nodes:
         if source.op == "get_attr":
             owner, _, key = str(source.target).rpartition(".")
-            tensor = getattr(traced.module.get_submodule(owner), key)
-            if isinstance(tensor, torch.nn.Parameter):
-                held.append(name_of[id(tensor)])
+            part = getattr(traced.module.get_submodule(owner), key)
+            if isinstance(part, torch.nn.Module):  # of a method that is one call
+                held += [name_of[id(p)] for p in part.parameters()]
+            elif isinstance(part, torch.nn.Parameter):
+                held.append(name_of[id(part)])
     return NodeInfo(
         node.name,
         module or traced.facts[node].owner,

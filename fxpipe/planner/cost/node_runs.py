@@ -327,7 +327,8 @@ def _growing(traced: TracedGraph) -> set[fx.Node]:
         if node.op == "placeholder":
             grows = any(spec.requires_grad for spec in specs)
         elif node.op == "get_attr":
-            grows = str(node.target) in trainable
+            name = str(node.target)
+            grows = any(found == name or found.startswith(f"{name}.") for found in trainable)
         else:
             grows = any(source in growing for source in node.all_input_nodes)
             if node.op == "call_module":

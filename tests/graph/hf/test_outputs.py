@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from fxpipe import pipeline
+from fxpipe import SplitPoint, pipeline
 from tests.graph.hf.inputs import Shape
 from tests.graph.hf.registry import case
 from tests.parity import assert_parity
@@ -31,3 +31,21 @@ def test_hidden_states_and_attentions_are_those_of_the_plain_model(model_type: s
 
         assert_parity(plain, pipe, (), inputs)
     assert len(pipe(**inputs).attentions) == len(pipe(**inputs).hidden_states) - 1
+
+
+def test_a_tower_that_collects_its_own_hidden_states_stays_whole() -> None:
+    # The hooks of its layers keep what they see for the tower itself. It was opened, as if
+    # code around it had asked, and then each of its layers was a call of its own.
+    one = case("vipllava")
+    model = one.build().eval()
+    plain = copy.deepcopy(model)
+    inputs = one.inputs(model, Shape())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec = {"model.language_model.layers.1": SplitPoint.BEGINNING}
+        pipe = pipeline(model, (), inputs, split_spec=spec)
+
+        assert_parity(plain, pipe, (), inputs)
+    called = [str(node.target) for node in pipe.stages[0].module.graph.nodes]
+    assert "model.vision_tower" in called

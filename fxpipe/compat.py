@@ -249,8 +249,7 @@ def _validate_schedule(
     found = (program.num_ranks, program.num_stages, program.num_microbatches)
     if found != (pp_group_size, num_stages, num_microbatches):
         raise ScheduleError(f"the order is for {found} ranks, stages and microbatches")
-    kinds = {part.kind for row in program.ranks for a in row for part in a.parts or (a,)}
-    if not any(kind.is_backward for kind in kinds):
+    if not program.has_backward:
         raise ScheduleError("the order has forwards alone")
     return dict(enumerate(program.placement.stage_to_rank))
 
@@ -343,14 +342,14 @@ def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
 def _program(
     ranks: Sequence[Sequence[Action]], stage_to_rank: Callable[[int], int], num_stages: int
 ) -> Program:
-    parts = [part for row in ranks for action in row for part in action.parts or (action,)]
+    parts = [part for row in ranks for action in row for part in action.each]
     count = 1 + max((part.microbatch or 0 for part in parts), default=0)
     placed = Placement(len(ranks), tuple(map(stage_to_rank, range(num_stages))))
     return Program.of(placed, count, ranks)
 
 
 def _stages(actions: Sequence[Action]) -> set[int]:
-    return {part.stage for action in actions for part in action.parts or (action,)}
+    return {part.stage for action in actions for part in action.each}
 
 
 _PASSES = (

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.program.action import Action, Edges, ValueKind
-from fxpipe.program.formats.torch_actions import _Action
+from fxpipe.program.formats.torch_actions import computes_of
 from fxpipe.program.memory import lifetimes
 
 __all__ = ["PipelineActivationLiveness", "analyze_pipeline_activation_liveness"]
@@ -105,10 +105,10 @@ def _lives(row: Sequence[Any], stages: Sequence[int], count: int) -> dict[Key, A
     deferred: set[Key] = set()
     alone = Edges(max(stages) + 1, ())
     for position, part in _parts(row):
-        if part.stage_index not in stages or not part.is_compute_op:
+        if part.stage not in stages:
             continue
         key = _key(part, count)
-        born, late, freed, _ = lifetimes(Action(part.computation_type.kind, *key), alone)
+        born, late, freed, _ = lifetimes(part, alone)
         if any(value.kind is ValueKind.RESIDUAL for value in born):
             _once(made, key, position, "forwards")
         elif late:
@@ -130,22 +130,17 @@ def _lives(row: Sequence[Any], stages: Sequence[int], count: int) -> dict[Key, A
     return {key: (made[key], ended[key]) for key in sorted(wanted)}
 
 
-def _parts(row: Sequence[Any]) -> Iterator[tuple[int, _Action]]:
+def _parts(row: Sequence[Any]) -> Iterator[tuple[int, Action]]:
     for position, given in enumerate(row):
-        action = (
-            given if given is None or isinstance(given, _Action) else _Action.from_str(str(given))
-        )
-        if action is not None:
-            for part in action.sub_actions or (action,):
-                yield position, part
+        for action in computes_of([given]):
+            yield from ((position, part) for part in action.each)
 
 
-def _key(part: _Action, count: int) -> Key:
-    if part.microbatch_index is None:
-        raise ScheduleError(f"{part} has no microbatch")
-    if not 0 <= part.microbatch_index < count:
+def _key(part: Action, count: int) -> Key:
+    assert part.microbatch is not None, "an action that computes has a microbatch"
+    if part.microbatch >= count:
         raise ScheduleError(f"{part} has a microbatch outside 0 to {count - 1}")
-    return part.stage_index, part.microbatch_index
+    return part.stage, part.microbatch
 
 
 def _once(places: dict[Key, int], key: Key, position: int, what: str) -> None:

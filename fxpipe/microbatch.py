@@ -37,7 +37,7 @@ import torch
 
 from fxpipe.chunking.merge import merge_chunks
 from fxpipe.chunking.split import (
-    Shared,
+    SharedTensor,
     check_chunks,
     check_unchanged,
     deal_rows,
@@ -88,7 +88,7 @@ class Split:
     kwargs: list[dict[str, Any]]
     target: list[Any] | None
     rows: tuple[int, ...] | None
-    shared: tuple[Shared, ...] = ()
+    shared: tuple[SharedTensor, ...] = ()
 
     def check_unchanged(self) -> None:
         """Call it after the step: was a tensor that all microbatches share left as it was?

@@ -128,17 +128,13 @@ class _PipelineStageBase:
         """None: the schedule posts its transfers itself."""
         return []
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: the schedule posts its transfers itself."""
-        return []
+    get_fwd_send_ops = get_fwd_recv_ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """None: the schedule posts its transfers itself."""
         return []
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """None: the schedule posts its transfers itself."""
-        return []
+    get_bwd_send_ops = get_bwd_recv_ops
 
     def clear_runtime_states(self) -> None:
         """Nothing: no step leaves anything behind."""
@@ -244,7 +240,7 @@ def build_stage(
 
 @contextmanager
 def doing(context: ActionContext, stages: Mapping[int, _PipelineStageBase]) -> Iterator[None]:
-    """Let calls on the stages run the work of this action."""
+    """Inside the block, calls on these stages run the work of this action."""
     works = context.parts or ((context.action, context.default),)
     for action, run in works:
         assert action.microbatch is not None or not action.kind.is_compute

@@ -75,10 +75,16 @@ def aligned(
     ]
 
 
-def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as an HTML table; the first row is the heading."""
+def html_table(rows: Sequence[Sequence[str]], *, names: Collection[str] = ()) -> str:
+    """The rows as an HTML table; the first row is the heading.
+
+    Columns headed as in `names` have the class "name".
+    """
+    looks = [' class="name"' if head in names else "" for head in rows[0]]
     head, *body = (
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+        "".join(
+            f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in zip(looks, row, strict=True)
+        )
         for tag, row in zip(("th", *("td",) * len(rows)), rows, strict=False)
     )
     lines = "".join(f"<tr>{line}</tr>" for line in body)

@@ -239,7 +239,7 @@ class _Merger:
 
 
 def _sizes(group: _Group) -> list[int] | None:
-    """How many rows of this leaf every microbatch has, if it is going to be concatenated."""
+    """The rows of each microbatch in this leaf; None if it will not be concatenated."""
     dim = group.spec.split_dim if isinstance(group.spec, TensorChunkSpec) else 0
     can_cut = isinstance(group.spec, TensorChunkSpec | None) and group.all_values
     if not can_cut or not all(-v.dim() <= dim < v.dim() for v in group.values):
@@ -254,7 +254,7 @@ def _same_structure(one: Any, node: Node | None, other: Any, other_node: Node | 
 
 
 def _fits(values: list[Any], rows: Sequence[int]) -> bool:
-    """Whether dimension 0 is the rows of every microbatch, or one multiple of them."""
+    """Whether the sizes of dimension 0 are the rows of the microbatches, or one multiple of all."""
     if not all(value.dim() for value in values):
         return False
     sizes = [int(value.size(0)) for value in values]

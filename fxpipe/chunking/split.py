@@ -47,7 +47,7 @@ from fxpipe.torch_inside import version_of
 __all__ = [
     "Batch",
     "Leaf",
-    "Shared",
+    "SharedTensor",
     "Tree",
     "check_chunks",
     "check_unchanged",
@@ -93,7 +93,7 @@ class Tree:
         return f"{self.text(leaf.path)}: {describe(leaf.value)}"
 
 
-class Shared(NamedTuple):
+class SharedTensor(NamedTuple):
     """A tensor that several microbatches see, and its version when it was given to them."""
 
     tree: Tree
@@ -128,8 +128,10 @@ def read(trees: Sequence[tuple[str, str, Any, Any]]) -> list[Tree]:
 
 
 def check_chunks(chunks: int) -> None:
-    """Raises:
-    InputError: `chunks` is not a positive int.
+    """Refuse a number of microbatches that is not a positive int.
+
+    Raises:
+        InputError: it is not.
     """
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise InputError(f"the number of microbatches must be a positive int, got {chunks!r}")
@@ -202,10 +204,10 @@ def _rows_of(value: Any, dim: int, deal: Deal, chunks: int) -> Sequence[int]:
     return deal.rows if is_batch else deal_of(value, dim, chunks).rows
 
 
-def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
+def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[SharedTensor, ...]:
     """The tensors that several microbatches are going to see."""
     return tuple(
-        Shared(tree, leaf, version_of(leaf.value))
+        SharedTensor(tree, leaf, version_of(leaf.value))
         for tree in trees
         for leaf in tree.leaves
         if chunks > 1
@@ -215,9 +217,11 @@ def shared_tensors(trees: Sequence[Tree], chunks: int) -> tuple[Shared, ...]:
     )
 
 
-def check_unchanged(shared: Sequence[Shared]) -> None:
-    """Raises:
-    InputError: one of these was changed in place since, so that others saw the change.
+def check_unchanged(shared: Sequence[SharedTensor]) -> None:
+    """Refuse a step whose model changed one of these in place: other microbatches saw it.
+
+    Raises:
+        InputError: names every tensor that was changed.
     """
     changed = [one for one in shared if version_of(one.leaf.value) != one.version]
     if changed:
@@ -294,7 +298,7 @@ def _resolve(tree: Tree, leaf: Leaf, faults: list[str]) -> None:
 
 
 def _check_said(trees: Sequence[Tree], batch: Batch, chunks: int) -> None:
-    """What a spec names is split along its own rows; but a target has those of the batch."""
+    """Refuse tensors with a spec that have too few rows, and targets without the batch's rows."""
     for tree in trees:
         for leaf in tree.leaves:
             if leaf.dim is None:

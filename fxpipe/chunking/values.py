@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """How rows are dealt: `rows` of every microbatch, out of `shards` of so many rows each."""
+    """How rows are dealt: `rows` counts those of each microbatch, `shards` those of each shard."""
 
     rows: tuple[int, ...]
     shards: tuple[int, ...]

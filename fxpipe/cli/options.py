@@ -68,8 +68,9 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 _MODEL = (
-    "The model: an example (gpt, unet, ...), file.py:factory, package.module:factory, "
-    "hf:config.json or hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes)."
+    "The model: an example (gpt, unet, ...), a known one (llama3-8b, deepseek-v3, ...), "
+    "file.py:factory, package.module:factory, hf:config.json or "
+    "hf:llama?num_hidden_layers=4 (options after '?', so put it in quotes)."
 )
 _SPLIT = "Begin a stage at this module, for example blocks.2. May be repeated, or a list."
 _INPUTS = "A function that makes example inputs, file.py:name; called with the batch size."
@@ -117,7 +118,7 @@ class RunnableModel:
 
 @dataclass(frozen=True)
 class ModelOptions(RunnableModel):
-    """The same for a model that need not have weights."""
+    """Options for a model that may be built without weights."""
 
     meta: Meta = None
 
@@ -136,7 +137,7 @@ class ModelOptions(RunnableModel):
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command for typer: the fields of its first argument's class become options of it."""
+    """Make a command for typer: the fields of its first argument's class become its options."""
     hints = get_type_hints(command, include_extras=True)
     first, *others = inspect.signature(command).parameters.values()
     made = hints[first.name]

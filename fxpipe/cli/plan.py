@@ -56,6 +56,7 @@ _GROUP = "Sizes that may be chosen, with commas; auto tries some for models with
 _SCHEDULE = "A schedule that may be chosen. May be repeated; all otherwise."
 _CHECKPOINTING = "What may be chosen: none, expansions, selective, alternate, 1/2, full, ..."
 _KERNELS = "eager, compiled, asynchronous (compiled, tensor groups too), fused or overlapped."
+_OBJECTIVE = "What is to be short: step, one by itself, or period, from step to step."
 _HARDWARE = "A preset (A100, H100, H200, B200, GB200, MI300X, ...) or a .json or .toml file."
 
 
@@ -107,6 +108,7 @@ class _Asked:
     improve: bool = typer.Option(
         False, "--improve", help="Search for a better order than the schedule's."
     )
+    objective: str = typer.Option("step", help=_OBJECTIVE)
     top: int = typer.Option(10, min=1, help="How many options to list.")
     seq: Seq = None
     inputs: InputsName = None
@@ -129,9 +131,10 @@ def plan(asked: _Asked) -> None:
     the reason why each lost.
     """
     wanted = None if asked.tokens is None else token_count(asked.tokens)
-    pictures = (".svg", ".png", ".pdf")
+    from fxpipe.viz.svg import PICTURES
+
     for path, endings in (
-        (asked.save, (".json",)), (asked.report, (".html",)), (asked.what_if_picture, pictures),
+        (asked.save, (".json",)), (asked.report, (".html",)), (asked.what_if_picture, PICTURES),
     ):  # fmt: skip
         if path is not None and path.suffix.lower() not in endings:
             raise InputError(f"this is written as {' or '.join(endings)}, but got {path}")
@@ -217,6 +220,7 @@ def _planned(asked: _Asked) -> Plan:
             expert_groups=KNOWN[asked.model.lower()].expert_groups if is_known else None,
             profile=measured,
             improve=asked.improve,
+            objective=asked.objective,  # type: ignore[arg-type]
             progress=tell,
             **chosen,
         )

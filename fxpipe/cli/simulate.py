@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
-from fxpipe.cli.output import examples, make_table, out, print_json, working, writable
+from fxpipe.cli.output import examples, out, print_json, working, writable
 from fxpipe.errors import InputError
+from fxpipe.text import aligned
 
 if TYPE_CHECKING:
-    from fxpipe.program import Compared, Placement, Program, StageCosts, Timeline
+    from fxpipe.program import Placement, Program, StageCosts, Timeline
 
 __all__ = ["simulate", "simulate_examples"]
 
@@ -85,8 +86,7 @@ def simulate(
         program, timeline = results[0]
         out().print(TimelineView(timeline, title=program_title(program)))
     else:
-        out().print(_table(results))
-        out().print(_KEY)
+        typer.echo(f"{_table(results)}\n\n{_KEY}")
     for path in pictures:
         typer.echo(f"wrote {path}")
 
@@ -99,8 +99,8 @@ simulate_examples = examples(
 
 
 _KEY = (
-    "idle: share of all time without compute; later: of the worst rank, between its first and "
-    "last action; memory: peak, in microbatches of a rank's share"
+    "idle: share of all time without compute; once started: of the worst rank, between its first "
+    "and last action; memory: peak, in microbatches of a rank's share"
 )
 
 
@@ -131,28 +131,8 @@ def _compare_all(
     if as_json:
         print_json([asdict(row) for row in comparison.rows])
         return
-    title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
-    columns = ("schedule", "stages#", *_FIGURES, "sends#", *([] if memory is None else [""]))
-    rows = [
-        (
-            row.schedule,
-            row.stages_per_rank,
-            *_figures(row, row.peak_memory),
-            row.num_messages,
-            *([] if memory is None else ["" if row.fits else "does not fit"]),
-        )
-        for row in comparison.rows
-    ]
-    out().print(make_table(title, columns, rows))
-    out().print(_KEY)
-
-
-_FIGURES = ("time#", "idle#", "later#", "memory#")
-
-
-def _figures(found: Timeline | Compared, peak: float) -> tuple[str, ...]:
-    shares = f"{found.idle:.1%}", f"{found.idle_in_span:.1%}"
-    return f"{found.makespan:.4g}", *shares, f"{peak:.4g}"
+    typer.echo(f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches\n")
+    typer.echo(f"{comparison}\n\n{_KEY}")
 
 
 def _costs(
@@ -198,14 +178,20 @@ def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
     return paths
 
 
-def _table(results: list[tuple[Program, Timeline]]) -> Any:
+def _table(results: list[tuple[Program, Timeline]]) -> str:
     from fxpipe.viz.timeline import program_title
 
     rows = [
-        (program_title(program), *_figures(timeline, max(timeline.peak_memory)))
+        (
+            program_title(program),
+            f"{timeline.makespan:.4g}",
+            f"{timeline.idle:.1%}",
+            f"{timeline.idle_in_span:.1%}",
+            f"{max(timeline.peak_memory):.4g}",
+        )
         for program, timeline in results
     ]
-    return make_table("", ("schedule", *_FIGURES), rows)
+    return "\n".join(aligned([("schedule", "makespan", "idle", "once started", "memory"), *rows]))
 
 
 def _json(program: Program, timeline: Timeline) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def _seconds(reports: list[StepReport]) -> float:
 
 
 def gradient_difference(reports: list[StepReport]) -> float:
-    """The largest of all steps."""
+    """The largest difference of all steps."""
     return max(r.gradient_difference or 0.0 for r in reports)
 
 
@@ -286,7 +286,7 @@ def counting(batch_size: int, seed: int = 0) -> Tensor:
 
 
 def counting_target(batch_size: int, seed: int = 0) -> Tensor:
-    """The number after each."""
+    """For each number of `counting` the next one."""
     return (counting(batch_size, seed) + 1) % _VOCAB
 
 

@@ -150,7 +150,7 @@ def _near_line(plan: Plan) -> list[str]:
 
 
 def _host_line(plan: Plan) -> list[str]:
-    """What offloading puts into host memory, which nothing here checks."""
+    """What offloading puts into host memory, which nothing here checks, and what it saves."""
     best, machine = plan.best, plan.hardware
     if not best.candidate.offload:
         return []
@@ -158,10 +158,18 @@ def _host_line(plan: Plan) -> list[str]:
     plain = predict(best.make_program(), best.stages, best.edge_bytes, machine, layout)
     kept = zip(plain.memory, best.prediction.memory, strict=True)
     most = max(there.activations - here.activations for there, here in kept)
-    return [
+    text = (
         f"offloading puts about {bytes_text(most)} of a rank into host memory, so "
-        f"{bytes_text(most * machine.ranks_per_node)} of a full node: see that it has so much"
-    ]
+        f"{bytes_text(most * machine.ranks_per_node)} of a full node: see that it has so much; "
+        "no published run that was compared did so"
+    )
+    limit = plan.memory_limit
+    others = [o for o in plan.options if not o.candidate.offload and o.missing(limit) <= 0]
+    if others:
+        text += (
+            f"; the best without it, {others[0].candidate}, is {why_slower(others[0], best, limit)}"
+        )
+    return [text]
 
 
 def _error(plan: Plan) -> str:

@@ -107,6 +107,11 @@ class Action(NamedTuple):
         """The pair of two compute actions, which may run at the same time."""
         return Action(Kind.OVERLAP, first.stage, first.microbatch, parts=(first, second))
 
+    @property
+    def each(self) -> tuple[Action, ...]:
+        """The parts of a pair; of any other action, itself."""
+        return self.parts or (self,)
+
     def __str__(self) -> str:
         if self.kind is Kind.OVERLAP:
             return f"({';'.join(map(str, self.parts))}){self.kind.text}"

@@ -71,7 +71,7 @@ class Comparison:
         )
 
     def __str__(self) -> str:
-        head = ("schedule", "stages", "makespan", "idle", "in span", "memory", "messages", "")
+        head = ("schedule", "stages", "makespan", "idle", "once started", "memory", "messages", "")
         body = [
             (
                 row.schedule,
@@ -102,8 +102,8 @@ def compare(
     """Simulate every schedule at every number of stages per rank for which it is defined.
 
         >>> print(compare(4, 8, memory_limit=4))
-        schedule       stages  makespan   idle  in span  memory  messages
-        ZBVZeroBubble       2      25.5   5.9%     0.0%       4        96
+        schedule       stages  makespan   idle  once started  memory  messages
+        ZBVZeroBubble       2      25.5   5.9%          0.0%       4        96
         ...
 
     Args:

@@ -53,7 +53,7 @@ def memory_curves(
         here = changes[rank]
         kind = action.kind
         if kind.is_compute or action.parts:
-            for part in action.parts or (action,):
+            for part in action.each:
                 effect = effects[part.kind][part.stage]
                 here += ((start, effect.at_start), (end, effect.at_end))
                 for other, num_bytes in effect.elsewhere:
@@ -142,8 +142,6 @@ class _Effect(NamedTuple):
 def _compute_effects(program: Program, costs: StageCosts, edges: Edges) -> list[list[_Effect]]:
     rank_of = program.placement.stage_to_rank
     is_lowered = program.is_lowered
-    kinds = {part.kind for acts in program.ranks for a in acts for part in a.parts or (a,)}
-    has_backward = any(kind.is_backward for kind in kinds)
 
     def num_bytes(value: Value) -> float:
         return costs.value_bytes(value.kind, value.stage, value.peer)
@@ -153,7 +151,7 @@ def _compute_effects(program: Program, costs: StageCosts, edges: Edges) -> list[
         elsewhere: list[tuple[int, float]] = []
         at_end = sum(map(num_bytes, late)) - sum(map(num_bytes, freed))
         for value in born:
-            if value.kind is ValueKind.RESIDUAL and not has_backward:
+            if value.kind is ValueKind.RESIDUAL and not program.has_backward:
                 at_end -= num_bytes(value)
             if rank_of[value.peer] != rank_of[value.stage] and not is_lowered:
                 at_end -= num_bytes(value)

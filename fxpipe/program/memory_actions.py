@@ -29,7 +29,7 @@ def add_reductions(actions: list[Action], stages: Collection[int]) -> list[Actio
     for position in range(len(actions) - 1, -1, -1):
         action = actions[position]
         if not action.kind.is_send:
-            for part in action.parts or (action,):
+            for part in action.each:
                 adds = part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT
                 if adds and part.stage not in reduced:
                     reduced.add(part.stage)
@@ -112,7 +112,7 @@ def _first_used(actions: list[Action], stages: tuple[int, ...]) -> tuple[int, ..
     found: dict[int, None] = {}
     for action in actions:
         if action.kind.is_compute or action.parts:
-            found.update((p.stage, None) for p in action.parts or (action,) if p.stage in stages)
+            found.update((p.stage, None) for p in action.each if p.stage in stages)
             if len(found) == len(stages):
                 break
     return tuple(found)
@@ -133,7 +133,7 @@ def add_offloads(actions: list[Action], distance: int) -> list[Action]:
     number = 0
     for action in actions:
         if action.kind.is_compute or action.parts:
-            for part in action.parts or (action,):
+            for part in action.each:
                 key = (part.stage, part.microbatch)
                 if part.kind is Kind.FORWARD:
                     begins[key] = number
@@ -153,7 +153,7 @@ def add_offloads(actions: list[Action], distance: int) -> list[Action]:
             number += 1
             behind_sends = [
                 Action(Kind.OFFLOAD, part.stage, part.microbatch)
-                for part in action.parts or (action,)
+                for part in action.each
                 if part.kind is Kind.FORWARD and (part.stage, part.microbatch) in away
             ]
         result.append(action)

@@ -120,6 +120,16 @@ class Program:
             for action in actions
         )
 
+    @cached_property
+    def has_backward(self) -> bool:
+        """Whether the program computes gradients; otherwise it is an evaluation."""
+        return any(
+            part.kind.is_backward
+            for actions in self.ranks
+            for action in actions
+            for part in action.each
+        )
+
     @staticmethod
     def parse(
         text: str,
@@ -235,7 +245,7 @@ def _program_of(
         Step(rank, position, part)
         for rank, actions in enumerate(ranks)
         for position, action in enumerate(actions)
-        for part in action.parts or (action,)
+        for part in action.each
         if part.kind.is_compute
     ]
     if not computes:

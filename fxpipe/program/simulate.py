@@ -120,9 +120,8 @@ class _Simulation(Dispatch):
         self._queue_free: dict[QueueKey, _Moment] = {}
         self._collectives: list[_Moment] = [_START] * program.num_ranks
         self._unsharded: dict[int, _Moment] = {}
-        self._host: list[_Moment] = [
-            _START
-        ] * program.num_ranks  # when its link to the host is free
+        # When each rank's link to the host is free.
+        self._host: list[_Moment] = [_START] * program.num_ranks
         self._reloaded: dict[tuple[int, int | None], _Moment] = {}
         self._made_by: dict[int, Place] = {}
         # What each rank did until it was free.
@@ -148,7 +147,7 @@ class _Simulation(Dispatch):
                     return None  # `post` asks again
                 self._occupy(rank, (self.ready[arrived], self._made_by[arrived]))
         if (self._unsharded or self._reloaded) and (action.kind.is_compute or action.parts):
-            for part in action.parts or (action,):
+            for part in action.each:
                 self._occupy(rank, self._unsharded.get(part.stage, _START))
                 if part.kind.is_backward:
                     self._occupy(rank, self._reloaded.get((part.stage, part.microbatch), _START))

@@ -75,7 +75,7 @@ class _NothingToReceive(dict[Any, Any]):
 
 
 class _Filled(dict[int, Sequence[Any]]):
-    """An order of which the program has been made."""
+    """A `pipeline_order` after its program was made: it refuses changes."""
 
     def __setitem__(self, rank: int, actions: Sequence[Any]) -> None:
         raise ScheduleError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,9 +36,6 @@ from fxpipe.schedules.base import Schedule
 from fxpipe.schedules.named import ScheduleFromProgram
 from fxpipe.stage import PipelineStage
 
-if TYPE_CHECKING:
-    from fxpipe.schedules.base import Schedule
-
 __all__ = ["Feed", "arguments", "can_go_round", "eval_stream", "has_hooks", "rounds_of"]
 
 
@@ -48,7 +45,7 @@ class Feed(Protocol):
     input_name: str
 
     def shapes(self, rows: int, length: int, number: int) -> dict[str, torch.Tensor]:
-        """Inputs of a round of the size that they have if those of round 0 have this one."""
+        """Tensors shaped as a round's inputs are, if those of round 0 are `rows` x `length`."""
 
     def inputs(self, microbatch: int, number: int, tokens: Any) -> dict[str, torch.Tensor]:
         """The inputs of a round; `tokens` are None for a stage that does not take them."""

@@ -223,7 +223,7 @@ def _agreed_state(
 def _local_state(
     parts: Sequence[Part], optimizer: Optimizers | None, own: frozenset[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]:
-    """The tensors of this rank, and by name what is no tensor."""
+    """The tensors of this rank, and by name all its state that is not a tensor."""
     tensors: dict[str, torch.Tensor] = {}
     about: dict[str, dict[str, Any]] = {"state": {}, "groups": {}, "tensors": {}}
     for part in parts:

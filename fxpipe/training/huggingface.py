@@ -132,7 +132,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
             schedule.grad_scale = before
 
     def _share(self, inputs: Mapping[str, Any], num_items: Any) -> float:
-        """The weight of a batch among those of an optimizer step: its tokens, where they count."""
+        """A batch's weight in its optimizer step: its share of the tokens, or of the batches."""
         if num_items is None or self.pipe.schedule._loss_fn is not causal_lm_loss:
             return 1.0 / int(self.current_gradient_accumulation_steps)
         counted = int((inputs["labels"][..., 1:] != -100).sum())

@@ -132,11 +132,11 @@ class Pipeline:
         return self.schedule.stages
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the stages of this process, each once."""
+        """The parameters of this process's stages, each once."""
         return list({id(p): p for _, p in self.named_parameters()}.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """With the names of the plain model."""
+        """The same parameters by their names in the plain model, tied ones under each name."""
         for part in parts_of(self.stages):
             yield from part.parameters().items()
 

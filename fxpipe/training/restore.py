@@ -59,7 +59,7 @@ class Restoring:
             part.set_others({name: values[self._key(part, name)] for name in part.others()})
 
     def used(self) -> tuple[list[tuple[int | None, int]], list[str]]:
-        """The stages of this process, of how many, and the names that it loads of the model."""
+        """(stage, number of stages) for each part of this process, and the names that it loads."""
         stages = [(part.stage, part.num_stages) for part in self._parts]
         names = [(part, name) for part in self._parts for name in (*part.tensors(), *part.others())]
         return stages, [self._key(part, name) for part, name in names]

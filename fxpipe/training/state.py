@@ -141,7 +141,7 @@ def check_memory(parts: Sequence[Part]) -> None:
 
 
 def check_optimizers(parts: Sequence[Part], optimizers: Optimizers) -> None:
-    """Refuse optimizers of other parameters: nothing of them would be saved or loaded.
+    """Refuse an optimizer that holds none of these parameters: nothing of it would be saved.
 
     Raises:
         InputError: an optimizer has parameters, and none of these.
@@ -199,7 +199,7 @@ def listed(optimizers: Optimizers) -> Sequence[torch.optim.Optimizer]:
 
 
 def digests(parts: Sequence[Part], names: set[str]) -> dict[str, str]:
-    """What stands for the values of these names, by `stage/name`."""
+    """A digest of each value that has one of these names, by `stage/name`."""
     found = {}
     for part in parts:
         for name, value in {**part.tensors(), **part.others()}.items():
@@ -217,7 +217,7 @@ def _content(value: Any) -> bytes:
 
 
 def random_state(parts: Sequence[Part]) -> dict[str, Any]:
-    """Where the random number generators of this process stand."""
+    """The state of every random number generator of this process."""
     state: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         kind, keys, *rest = numpy.random.get_state()
@@ -291,7 +291,7 @@ def agreed(control: Control) -> Iterator[None]:
 
 
 def gloo_world() -> dist.ProcessGroup:
-    """A gloo group of all processes that torch knows, made once; all of them call this."""
+    """A gloo group of all processes, made once. All of them must call this together."""
     world = _world()
     if world not in _GLOO:
         made: Any = dist.new_group(backend="gloo")  # for who is not in it, a number

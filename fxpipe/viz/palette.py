@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from fxpipe.program import Kind, Span
 from fxpipe.viz.scene import Hatch
 
-__all__ = ["DARK", "LIGHT", "LOOKS", "ON_COLOUR", "Look", "Theme", "mix", "shade", "shades", "tone"]
+__all__ = [
+    "DARK",
+    "LIGHT",
+    "LOOKS",
+    "ON_COLOUR",
+    "TRANSFERS",
+    "Look",
+    "Theme",
+    "lighten",
+    "shade",
+    "shades",
+    "tone",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,11 @@ LOOKS: dict[Kind, Look] = {
     Kind.OFFLOAD: Look("O", "offload to the host", _HOST, ""),
     Kind.RELOAD: Look("L", "reload from the host", _HOST, "cross"),
 }
+TRANSFERS = {
+    Kind.SEND_ACTIVATION: "activation, dark where sent, light where received",
+    Kind.SEND_GRADIENT: "gradient",
+}
+"""What a legend says of transfers, both ends in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +97,10 @@ ON_COLOUR = "#1b1f25"
 """Labels on the colours of actions, which stay as they are in dark mode."""
 
 
-def mix(colour: str, other: str, share: float) -> str:
-    """A colour with `share` of another one in it."""
-    pairs = ((int(colour[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+def lighten(colour: str, share: float) -> str:
+    """A colour with `share` of white in it."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def tone(index: int, count: int) -> float:
@@ -93,14 +110,14 @@ def tone(index: int, count: int) -> float:
 
 def shade(kind: Kind, index: int, count: int) -> str:
     """The colour of a kind for the stage with this index among a rank's stages."""
-    return mix(LOOKS[kind].colour, "#ffffff", tone(index, count))
+    return lighten(LOOKS[kind].colour, tone(index, count))
 
 
 def shades(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
     """For each stage its index among the stages of its rank, and their number."""
     held: dict[int, set[int]] = {}
     for span in spans:
-        for part in span.action.parts or (span.action,):
+        for part in span.action.each:
             held.setdefault(span.rank, set()).add(part.stage)
     return {
         stage: (index, len(stages))

@@ -22,23 +22,16 @@ from typing import Any, NamedTuple, Unpack
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.pipe import Pipe
 from fxpipe.program import Edge, Edges, Kind, Program, StageCosts, Timeline, ValueKind
-from fxpipe.text import count_text, flops_text
+from fxpipe.text import count_text, flops_text, html_table
 from fxpipe.viz.graph import pipe_svg
-from fxpipe.viz.palette import DARK, LIGHT, LOOKS, Theme, shades, tone
-from fxpipe.viz.pipe_picture.outline import Figures, Outline, make_outline
+from fxpipe.viz.palette import DARK, LIGHT, LOOKS, TRANSFERS, Theme, shades, tone
+from fxpipe.viz.pipe_picture.outline import Figures, Outline, make_outline, ranges_text
 from fxpipe.viz.timeline_picture.spans import Words, find_dependencies, number_lanes
 
 __all__ = ["Candidate", "Table", "report_html", "write_report"]
 
 _SCRIPTS = ("format.js", "model.js", "shapes.js", "chart.js", "app.js")
-_LEGEND = {
-    Kind.SEND_ACTIVATION: "activation, dark where sent, light where received",
-    Kind.SEND_GRADIENT: "gradient",
-    Kind.RECV_ACTIVATION: "",
-    Kind.RECV_GRADIENT: "",
-    Kind.RESHARD: "",
-    Kind.OVERLAP: "",
-}
+_NOT_IN_LEGEND = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RESHARD, Kind.OVERLAP)
 
 
 class Candidate(NamedTuple):
@@ -171,7 +164,7 @@ def _kind_data(kind: Kind) -> dict[str, Any]:
         "name": look.name,
         "colour": look.colour,
         "hatch": look.hatch,
-        "legend": _LEGEND.get(kind, look.name),
+        "legend": "" if kind in _NOT_IN_LEGEND else TRANSFERS.get(kind, look.name),
         "transfer": kind.is_transfer,
         "sends": kind.is_send,
         "direction": (1 if forwards else -1) if kind.is_transfer else 0,
@@ -238,18 +231,9 @@ def _section(name: str, title: str, hint: str, label: str, content: str, look: s
 
 
 def _table(table: Table) -> str:
-    head, *rows = table.rows
-    looks = [' class="name"' if name in table.left else "" for name in head]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        found = zip(looks, cells, strict=True)
-        return "".join(f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in found)
-
-    body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    content = f"<table><thead><tr>{line('th', head)}</tr></thead><tbody>{body}</tbody></table>"
-    name = table.title.lower().replace(" ", "-")
+    name, title = table.title.lower().replace(" ", "-"), escape(table.title)
     hint = f'<p class="hint">{escape(table.hint)}</p>'
-    return _section(name, escape(table.title), hint, escape(table.title), content)
+    return _section(name, title, hint, title, html_table(table.rows, names=table.left))
 
 
 def _comparison(candidates: Sequence[Candidate], words: Words) -> str:
@@ -342,17 +326,12 @@ def _model_columns(outline: Outline | None) -> Iterator[_Column]:
     heaviest = max(stage.share for stage in stages) or 1.0
 
     def sends(stage: int) -> str:
-        crossings = [
-            f"{c.lines[0]} {c.spec} · {c.size} to stage {c.target}"
-            for c in outline.crossings
-            if c.source == stage
-        ]
-        shared = [
-            f"{s.name} {s.spec} · {s.size} to {s.targets_text}"
-            for s in outline.shared
-            if s.source == stage
-        ]
-        return "<br>".join(map(escape, crossings + shared))
+        values = [*((crossing,) for crossing in outline.crossings), *outline.shared]
+        return "<br>".join(
+            escape(f"{' '.join(value[0].lines)} to {ranges_text([c.target for c in value])}")
+            for value in values
+            if value[0].source == stage
+        )
 
     yield "Contents", lambda stage: escape(", ".join(part.title for part in stages[stage].parts))
     yield "Parameters", lambda stage: count_text(stages[stage].parameters)

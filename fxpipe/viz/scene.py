@@ -1,6 +1,6 @@
 """A picture as data: boxes, areas, lines and labels with fixed places.
 
-Layouts (timelines, stage graphs) make a `Scene`; `files.write_scene` turns it into SVG,
+Layouts (timelines, stage graphs) make a `Scene`; `svg.write_scene` turns it into SVG,
 PNG or PDF. Since everything has a place and every label a width, tests can check that no
 text leaves its box.
 

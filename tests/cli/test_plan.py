@@ -1,5 +1,6 @@
 """`fxpipe plan`."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,18 @@ def test_json_has_options_stages_and_files(tmp_path: Path) -> None:
     assert found["written"] == [str(plan), str(report)]
     assert Plan.load(plan).num_ranks == 2
     assert "Plan for 2 ranks" in report.read_text()
+
+
+def test_the_time_from_step_to_step_can_be_wanted() -> None:
+    asked = (*SMALL, "--schedule", "ZBH2", "--data-parallel", "1", "--checkpointing", "none")
+
+    alone = fxpipe_json("plan", *asked)["options"][0]
+    repeated = fxpipe_json("plan", *asked, "--objective", "period")["options"][0]
+
+    assert repeated["step_time"] < alone["step_time"]
+    assert "objective is 'time'; known: step, period" in fails(
+        "plan", *asked, "--objective", "time"
+    )
 
 
 def test_hugging_face_configuration_without_weights() -> None:
@@ -140,15 +153,24 @@ def test_what_if_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("gpus", [512, 1024, 8192])
 def test_a_model_of_405_billion_parameters_gets_a_plan(gpus: int, tmp_path: Path) -> None:
-    out = tmp_path / "plan.json"
+    out, start = tmp_path / "plan.json", time.process_time()
 
     text = fxpipe(
         "plan", "llama3-405b", "--gpus", str(gpus), "--hardware", "H100", "--tokens", "15T",
         "--out", str(out),
     )  # fmt: skip
 
+    assert time.process_time() - start < 60
     found = Plan.load(out)
     assert found.best.candidate.num_ranks == gpus
     assert found.best.peak <= found.memory_limit
     assert 0.3 < found.utilization < 0.6
     assert "15T tokens take" in text and "free on each rank" in text
+
+
+@pytest.mark.full
+def test_a_model_with_experts_gets_a_plan_that_keeps_ranks_busy() -> None:
+    found = fxpipe_json("plan", "deepseek-v3", "--gpus", "1024", "--hardware", "H100")
+
+    assert found["options"][0]["fits"]
+    assert found["utilization"] > 0.2  # it was 0.1

@@ -46,7 +46,8 @@ def test_all_schedules_are_compared() -> None:
     assert fitting == rows[: len(fitting)] and 0 < len(fitting) < len(rows)
     assert [row["makespan"] for row in fitting] == sorted(row["makespan"] for row in fitting)
     assert "4 ranks, 8 microbatches" in table and "VMin" in table
-    assert "later" in text and "GPipe" in text
+    assert "over 4" in fxpipe("simulate", "--all", *sizes, "--input", "1.4", "--memory", "4")
+    assert "once started" in text and "GPipe" in text
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import gc
 import time
 from typing import Any
@@ -26,6 +27,8 @@ from fxpipe import (
     pipeline,
 )
 from fxpipe.runtime.control.ballot import BALLOTS, Ballot, SilentReplicaError, ballot_of
+from fxpipe.runtime.parameters.ddp import DdpSync
+from fxpipe.runtime.parameters.fsdp import FsdpSync
 from fxpipe.runtime.wire.failure import Deadline
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
@@ -88,6 +91,60 @@ def plain(name: str) -> str:
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_ddp_stages_average_over_replicas(schedule: str) -> None:
     run_on_ranks(4, two_by_two, schedule, "ddp")
+
+
+class Skipping(nn.Module):
+    """Uses its second layer only where told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        self.uses_extra = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        return h + self.extra(h) if self.uses_extra else h
+
+
+def used_by_some(rank: int, schedule: str, wrapper: str) -> None:
+    """Layers that no replica uses, that one uses, and that none uses any more."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    indices, num_stages = layout(schedule, place, 2)
+    modules: list[Any] = [Skipping() for _ in range(num_stages)]
+    reference = copy.deepcopy(modules)
+    wrapped = {i: wrap(modules[i], wrapper, dp[place]) for i in indices}
+    stages = [PipelineStage(wrapped[i], i, num_stages, "cpu", group=pp[replica]) for i in indices]
+    made = get_schedule_class(schedule)(stages, 4, loss_fn=mse)
+    x, y = rand(16, 8), rand(16, 8, seed=2)
+    halves = (slice(0, 8), slice(8, 16))
+    for users in ((), (1,), (), (0, 1)):
+        for module in modules:
+            module.uses_extra = replica in users
+        made.step(x[halves[replica]], target=y[halves[replica]])
+        for one, rows in enumerate(halves):
+            h = x[rows]
+            for module in reference:
+                module.uses_extra = one in users
+                h = module(h)
+            (mse(h, y[rows]) / 2).backward()
+        for i in indices:
+            wanted = dict(reference[i].named_parameters())
+            for name, p in wrapped[i].named_parameters():
+                what = f"stage {i} {name}, used by {users}"
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                want = wanted[plain(name)].grad
+                assert (grad is None) == (want is None), what
+                if want is not None:
+                    assert_close(grad, want, what)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp parts"])
+def test_what_no_replica_has_used_has_no_new_gradient(wrapper: str, schedule: str) -> None:
+    # Optimizers with momentum or decay move a parameter whose gradient is zero, not one without.
+    run_on_ranks(4, used_by_some, schedule, wrapper)
 
 
 class Counted(nn.Module):
@@ -317,6 +374,97 @@ def test_a_replica_that_is_late_is_not_waited_for_longer_than_the_timeout(
     wrapper: str, call: str
 ) -> None:
     run_on_ranks(2, late_replica, wrapper, call)
+
+
+def slower_than_the_group(rank: int, wrapper: str) -> str:
+    """What a replica is told that waits longer than the limit of the user's own group."""
+    shared = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5))
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    module = blocks(1)[0]
+    stage = PipelineStage(wrap(module, wrapper, shared), 0, 1, "cpu", group=alone[rank])
+    made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=60.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    if rank == 1:
+        module.register_forward_pre_hook(lambda *_: time.sleep(1.5))
+    with pytest.raises(RemoteStageError, match="did not answer") as caught:
+        made.step(rand(8, 8), target=rand(8, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_limit_of_the_replicas_own_group_is_named(wrapper: str) -> None:
+    # The text was gloo's alone, though the schedule's own timeout was not over.
+    waiting, _ = run_on_ranks(2, slower_than_the_group, wrapper)
+
+    assert "Timed out waiting 1500ms" in waiting
+    assert "make that group with a longer timeout" in waiting
+
+
+def cannot_begin(rank: int, wrapper: str) -> None:
+    _, made = side_by_side(rank, wrapper, timeout=60.0)
+    x, y = rand(8, 8), rand(8, 8, seed=2)
+    made.step(x, target=y)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if rank == 2:
+            kind = DdpSync if wrapper == "ddp" else FsdpSync
+            stack.enter_context(mock.patch.object(kind, "begin", no_memory))
+        stack.enter_context(pytest.raises((MemoryError, RemoteStageError), match=r"no room|answer"))
+        made.step(x, target=y)
+    assert time.monotonic() - start < 30.0
+    with pytest.raises(RemoteStageError, match=r"make the groups anew|make a new schedule"):
+        made.step(x, target=y)
+    assert time.monotonic() - start < 30.0
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_a_replica_that_cannot_begin_a_step_wakes_the_others(wrapper: str) -> None:
+    # It had no collectives to make, told nobody, and the others waited for the timeout.
+    run_on_ranks(4, cannot_begin, wrapper)
+
+
+def slow_evaluation(rank: int) -> str:
+    """Rank 1 evaluates for longer than the timeout, after all have gathered."""
+    shared = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    module = blocks(1)[0]
+    stage = PipelineStage(wrap(module, "fsdp", shared), 0, 1, "cpu", group=alone[rank])
+    made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=3.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    made.eval(rand(8, 8))
+    if rank == 1:
+        module.linear.register_forward_pre_hook(lambda *_: time.sleep(3.0))
+    with pytest.raises(RemoteStageError) as caught:
+        made.eval(rand(8, 8))
+    return str(caught.value)
+
+
+def test_a_vote_that_one_replica_has_given_up_counts_for_none() -> None:
+    # The later one would find the other's vote, and be the only one that succeeds.
+    waited, late = run_on_ranks(2, slow_evaluation)
+
+    assert "did not answer" in waited
+    assert "it has given this step up" in late or "did not answer within" in late
+
+
+def reshards_alone(rank: int) -> bool:
+    """Whether a part is sharded again after a forward that the user makes between steps."""
+    shared = dist.new_group([0, 1])
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    module = blocks(1)[0]
+    wrapped = wrap(module, "fsdp parts", shared)
+    made = Schedule1F1B(
+        [PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])], 2, loss_fn=mse, timeout=60.0
+    )
+    made.step(rand(8, 8), target=rand(8, 8))
+    with torch.no_grad():
+        wrapped(rand(8, 8))
+    return hasattr(module.linear.weight, "device_mesh")
+
+
+def test_a_user_s_own_forward_frees_what_it_gathers() -> None:
+    # A step keeps forwards from freeing anything, and has to say when that is over.
+    assert run_on_ranks(2, reshards_alone) == [True, True]
 
 
 def freed_after_silence(rank: int) -> float:

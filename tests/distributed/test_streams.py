@@ -34,6 +34,8 @@ def on_streams(rank: int, body: Callable[..., Any], *args: Any) -> list[Posted]:
     body(rank, *args)
     own = [group for group in nccl_like.instances() if group.posted]
     assert len(own) == 2, "one communicator for activations, one for gradients"
+    sizes = [len(group.posted) for group in own]  # a few connect the ranks, on both
+    assert 10 * min(sizes) > sum(sizes), "gradients are among activations"
     world: Any = dist.group.WORLD
     is_split = world.bound_device_id is not None
     assert [group.parent is not None for group in own] == [is_split, is_split]

@@ -75,15 +75,18 @@ def test_the_error_that_a_plan_claims_is_that_of_its_device_in_the_docs():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("source", sorted({row.source for row in ROWS}))
-def test_rows_are_predicted(source, tmp_path):
-    results = predict_all([row for row in ROWS if row.source == source], Predictor())
+def test_the_goals_are_met_on_rows_that_nothing_was_fitted_to():
+    results = predict_all(ROWS, Predictor())
 
-    lines = report(results)
-    Path(tmp_path / f"{source}.txt").write_text("\n".join(lines))
-    errors = [abs(result.error) for result in results if result.row.is_test]
-    right, pairs = ranking(results)
-    assert statistics.median(errors) < 0.3
-    memory = [result.memory_error for result in results if result.memory_error is not None]
-    assert min(memory, default=0) >= -0.03
-    assert right >= 0.8 * pairs
+    held_out = [result for result in results if result.row.is_test]
+    errors = [abs(result.error) for result in held_out]
+    assert statistics.median(errors) <= 0.06
+    assert sum(error <= 0.15 for error in errors) >= 0.9 * len(errors)
+    right, pairs = ranking(held_out)
+    assert right >= 0.95 * pairs > 0
+    memory = [result.memory_error for result in held_out if result.memory_error is not None]
+    assert min(memory) >= -0.03
+    assert statistics.median(map(abs, memory)) <= 0.08
+    # What the docs sum up is what comes out today.
+    page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text()
+    assert [line for line in report(results) if "held out" in line and line not in page] == []

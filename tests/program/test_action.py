@@ -146,3 +146,10 @@ def test_edges_know_both_ends():
 def test_edges_that_make_no_sense_are_refused(edges, message):
     with pytest.raises(ScheduleError, match=message):
         Edges.of(3, edges)
+
+
+def test_each_part_of_a_pair_is_an_action_and_any_other_action_is_its_own():
+    pair = parse_action("(0F5;1B3)OVERLAP_F_B")
+
+    assert [str(part) for part in pair.each] == ["0F5", "1B3"]
+    assert parse_action("0F5").each == (parse_action("0F5"),)

@@ -15,12 +15,12 @@ def test_the_table_lists_the_quickest_schedule_that_fits_first():
     comparison = compare(4, 8, schedules=names, stages_per_rank=[1, 2], memory_limit=5)
 
     assert str(comparison) == dedent("""\
-        schedule         stages  makespan   idle  in span  memory  messages
-        ZBVZeroBubble         2      25.5   5.9%     0.0%       4        96
-        1F1B                  1        33  27.3%    27.3%       4        48
-        Interleaved1F1B       1        33  27.3%    27.3%       4        48
-        Interleaved1F1B       2      28.5  15.8%    15.8%     5.5       112  over 5
-        GPipe                 1        33  27.3%    27.3%       8        48  over 5""")
+        schedule         stages  makespan   idle  once started  memory  messages
+        ZBVZeroBubble         2      25.5   5.9%          0.0%       4        96
+        1F1B                  1        33  27.3%         27.3%       4        48
+        Interleaved1F1B       1        33  27.3%         27.3%       4        48
+        Interleaved1F1B       2      28.5  15.8%         15.8%     5.5       112  over 5
+        GPipe                 1        33  27.3%         27.3%       8        48  over 5""")
     assert comparison.best.schedule == "ZBVZeroBubble"
 
 

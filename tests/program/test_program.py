@@ -49,6 +49,12 @@ def test_programs_are_values():
     assert Program.parse(text) != lower(Program.parse(text))
 
 
+def test_a_program_knows_whether_it_has_backwards():
+    assert not Program.parse("rank 0: 0F0 0F1").has_backward
+    assert Program.parse("rank 0: 0F0 0F1 0B0 0B1").has_backward
+    assert Program.parse("rank 0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1").has_backward
+
+
 def test_a_program_knows_whether_it_is_lowered():
     program = Program.parse("rank 0: 0F0 (0B0;0F1)OVERLAP_F_B 0B1\nrank 1: 1F0 1B0 1F1 1B1")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from fxpipe.graph.markers import SplitPoint
 from fxpipe.graph.pipe import Pipe, pipeline
-from fxpipe.viz.pipe_picture.outline import Depth, Outline, Shared, make_outline
+from fxpipe.viz.pipe_picture.outline import Crossing, Depth, Outline, make_outline
 
 __all__ = ["example_of", "long_outline", "outline_of", "pipe_of", "shared_outline", "sizes_of"]
 
@@ -65,9 +65,12 @@ def long_outline(depth: Depth, num_stages: int) -> Outline:
 
 def shared_outline(num_stages: int = 8) -> Outline:
     """A long one whose first stage sends a mask and a table to all others."""
-    others = tuple(range(1, num_stages))
-    shared = (
-        Shared(0, others, "mask", "bool[batch, 1, sequence, sequence]", "128 B"),
-        Shared(0, others, "table", "float32[sequence, 8]", "256 B"),
+    values = (
+        ("mask", "bool[batch, 1, sequence, sequence]", "128 B"),
+        ("table", "float32[sequence, 8]", "256 B"),
+    )
+    shared = tuple(
+        tuple(Crossing(0, target, *value, None, ()) for target in range(1, num_stages))
+        for value in values
     )
     return replace(long_outline("stages", num_stages), shared=shared)

@@ -2,7 +2,7 @@ from dataclasses import astuple
 from itertools import combinations
 
 from fxpipe.program import Kind
-from fxpipe.viz.palette import DARK, LIGHT, LOOKS, ON_COLOUR, mix, shade, shades
+from fxpipe.viz.palette import DARK, LIGHT, LOOKS, ON_COLOUR, lighten, shade, shades
 from tests.viz.timelines import timeline_of
 
 
@@ -67,10 +67,10 @@ def test_shades_count_the_stages_of_each_rank():
     assert found == {stage: (stage // 4, 2) for stage in range(8)}
 
 
-def test_mix_goes_from_one_colour_to_the_other():
-    assert mix("#000000", "#ffffff", 0) == "#000000"
-    assert mix("#000000", "#ff8000", 0.5) == "#804000"
-    assert mix("#000000", "#ffffff", 1) == "#ffffff"
+def test_colours_are_lightened_up_to_white():
+    assert lighten("#004080", 0) == "#004080"
+    assert lighten("#004080", 0.5) == "#80a0c0"
+    assert lighten("#004080", 1) == "#ffffff"
 
 
 def test_themes_can_be_read_and_told_apart():

@@ -134,7 +134,7 @@ class NamedModel(ABC):
         return model.to(self.request.torch_dtype)
 
     def inputs(self, batch: int, seed: int = 0) -> Inputs:
-        """Example inputs with so many rows; the same seed gives the same values."""
+        """Example inputs with `batch` rows; the same seed gives the same values."""
         if batch < 1:
             raise InputError(f"the batch size must be at least 1, got {batch}")
         if self.request.inputs is not None:

@@ -53,7 +53,7 @@ class Traced:
 
     @property
     def figures(self) -> Figures:
-        """What pictures of it show."""
+        """What pictures of the pipe show of its costs."""
         return {"flops": self.flops, "sizes": self.sizes}
 
 
@@ -135,7 +135,7 @@ def stage_table(traced: Traced) -> Table:
 
 
 def pipe_json(traced: Traced) -> dict[str, Any]:
-    """The same for programs."""
+    """What `stage_table` shows, and more, as JSON."""
     pipe, sizes = traced.pipe, traced.sizes
     outline = make_outline(pipe, "stages", **traced.figures)
     return {

@@ -4,7 +4,8 @@ In:  a graph with conditions that refuse such a size, as `batch != 1`, and a way
 Out: the graph without them, if a capture at that size gives the same operations.
 
 A symbol stands for sizes from two on, so what code asks of it (`if rows > 1 and given == 1`) is
-answered for those. One row is what a microbatch may have, so that is tried by itself.
+answered for those. One row is what a microbatch may have, so that is tried by itself. An operation
+that repeats a tensor once (`if len(x) == 1: x = x.expand(rows, 4)`) is none.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from contextlib import suppress
 
 import sympy
 import torch
+from torch import fx
 
 from fxpipe.graph.calls.graph_calls import Refusal
 from fxpipe.graph.capture.one_run import Settings, Task
 from fxpipe.graph.capture.second_run import did_the_same, is_same
 from fxpipe.graph.capture.traced_graph import TracedGraph
 from fxpipe.graph.dims import free_names, holds, symbol
+from fxpipe.graph.facts import new_graph
 from fxpipe.graph.interface import TensorSpec
 from fxpipe.graph.nested import map_leaves, walk
 from fxpipe.graph.sizes.symbols import InputDim
@@ -86,8 +89,9 @@ def _does_the_same(traced: TracedGraph, one: TracedGraph, name: str) -> bool:
     known = {symbol(name): sympy.Integer(1)}
 
     def is_equal(ours: object, theirs: object) -> bool:
-        if isinstance(ours, sympy.Basic):
-            return bool(ours.xreplace(known) == theirs)
+        sizes = [s.xreplace(known) if isinstance(s, sympy.Basic) else s for s in (ours, theirs)]
+        if isinstance(ours, sympy.Basic) or isinstance(theirs, sympy.Basic):
+            return bool(sizes[0] == sizes[1])
         if isinstance(ours, TensorSpec) and isinstance(theirs, TensorSpec):
             at_one = tuple(map(is_equal, ours.shape, theirs.shape))
             same_kind = (ours.dtype, ours.requires_grad) == (theirs.dtype, theirs.requires_grad)
@@ -101,7 +105,8 @@ def _does_the_same(traced: TracedGraph, one: TracedGraph, name: str) -> bool:
             for (at, part), (there, other) in zip(*parts, strict=True)
         )
 
-    pairs = did_the_same(traced.graph, one.graph, is_equal)
+    graphs = [_without_repeats(graph, is_equal_spec) for graph in (traced, one)]
+    pairs = did_the_same(graphs[0], graphs[1], is_equal)
     ours = {condition.xreplace(known) for condition in traced.inputs.conditions}
     refusals = [
         [node.target.message for node in graph.nodes if isinstance(node.target, Refusal)]
@@ -119,3 +124,30 @@ def _does_the_same(traced: TracedGraph, one: TracedGraph, name: str) -> bool:
             for node, other in pairs.items()
         )
     )
+
+
+# What these return is the tensor that they are given, if it has its size.
+_REPEAT = ("broadcast_to", "expand", "repeat", "repeat_interleave", "tile")
+
+
+def _without_repeats(
+    traced: TracedGraph, is_equal_spec: Callable[[object, object], bool]
+) -> fx.Graph:
+    """Return a copy of a graph without operations that repeat a tensor once."""
+    graph, facts = new_graph(), traced.facts
+    graph.output(graph.graph_copy(traced.graph, {}))
+
+    def repeats_once(node: fx.Node) -> bool:
+        name = getattr(node.target, "__name__", node.target)
+        if name not in _REPEAT or len(node.all_input_nodes) != 1 or not node.args:
+            return False
+        source = node.all_input_nodes[0]
+        is_changed = any(facts[part].storage is not None for part in (node, source))
+        in_all_modes = facts[node].mode is None
+        is_same = is_equal_spec(facts[source].spec, facts[node].spec)
+        return node.args[0] is source and in_all_modes and is_same and not is_changed
+
+    for node in filter(repeats_once, list(graph.nodes)):
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+    return graph

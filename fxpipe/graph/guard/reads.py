@@ -5,7 +5,8 @@ each first read is noted with its value, for modules and for the plain objects t
 modules keep (a config, a helper). `World` compares these values before the graph is
 used again; `carried` tells which of them the forward itself changed. These reads are seen by a
 `__getattribute__` on the classes, for the time of the trace. The machinery of `nn.Module`
-itself (its dicts, `training`) is not noted.
+itself (its dicts, `training`) is not noted, nor an attribute of a module that the code
+has set before it reads it.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Reads:
         self.names = {id(part): name for name, part in module.named_modules()}
         self.noted: dict[tuple[int, str], Read] = {}
         self.caches: list[Read] = []
+        self.written: set[tuple[int, str]] = set()  # attributes of modules
         self._free = FreeReads(self._watch_global)
         self.asked = self._free.asked
         self._far: set[int] = set()
@@ -68,6 +70,8 @@ class Reads:
         usual = {name: getattr(torch, name) for name in _SETTINGS}
         with self._stack:
             self._watch(nn.Module)
+            written = self._writing(nn.Module.__setattr__)
+            self._stack.enter_context(patched(nn.Module, "__setattr__", written))
             for kind in {type(part) for part in self._module.modules()}:
                 if "__getattribute__" in kind.__dict__:
                     self._watch(kind)
@@ -84,7 +88,9 @@ class Reads:
             return
         self._on_read(holder, name)
         key = (id(holder), name)
-        if key in self.noted or (isinstance(holder, nn.Module) and id(holder) not in self.names):
+        if key in self.noted or key in self.written:
+            return
+        if isinstance(holder, nn.Module) and id(holder) not in self.names:
             return
         if is_ours(sys._getframe(2).f_code.co_filename):
             return
@@ -205,6 +211,14 @@ class Reads:
 
         with suppress(TypeError):  # a class of C code
             self._stack.enter_context(patched(kind, "__getattribute__", read))
+
+    def _writing(self, original: Callable[..., None]) -> Callable[..., None]:
+        def write(module: nn.Module, name: str, value: object) -> None:
+            original(module, name, value)
+            if self._is_opened() and name in own_attributes(module):
+                self.written.add((id(module), name))
+
+        return write
 
     def _setting(self, name: str, original: Callable[..., object]) -> Callable[..., object]:
         usual: dict[tuple[object, ...], object] = {}

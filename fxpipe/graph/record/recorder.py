@@ -137,6 +137,8 @@ class Trace(TorchFunctionMode, Seer):
             self.reads.note_module(module)
             try:
                 output = call(*args, **kwargs)
+                if len(self._running.opened) == 1:
+                    self.calls.settle_lists(output)
             except Exception:
                 self.failed_in = self.failed_in or name or ""
                 raise

@@ -5,8 +5,9 @@ code assigns anew (`self.count = self.count + 1`) gets a node that copies the ne
 value into the stage's buffer, and whoever read the old value gets a copy of it.
 
 Other attributes are not followed. One that the code reads and then changes carries a
-state to the next run: a tensor, a count, `None` that becomes a tensor. It is refused, unless a
-second run shows that it makes no difference (`capture/second_run.py`).
+state to the next run: a tensor, a count, `None` that becomes a tensor. It is refused, unless the
+run had set it before it read it, or a second run shows that it makes no difference
+(`capture/second_run.py`).
 Not so a cache: tensors in it depend on sizes and constants alone, and a stage computes
 and stores them anew each time. What is only written is left there by a node as well.
 """
@@ -65,7 +66,7 @@ class StateWatch:
 
     def finish(self, reads: Reads, tape: Tape) -> tuple[list[str], list[Carried]]:
         """Write what opened code leaves behind; return what cannot be, as text and one by one."""
-        faults = [*self._write(tape), *_moved_settings(reads, tape)]
+        faults = [*self._write(reads, tape), *_moved_settings(reads, tape)]
         carried = self._carried(reads, tape)
         for one in carried:
             if is_atom(one.value):
@@ -73,14 +74,16 @@ class StateWatch:
                 tape.write("call_function", left, (one.value,), {})
         return [*faults, *(one.fault for one in carried)], carried
 
-    def _write(self, tape: Tape) -> list[str]:
+    def _write(self, reads: Reads, tape: Tape) -> list[str]:
         """Write what the opened code assigned; return what cannot be written, as text."""
         puts_hooks = hook_count(self._all) != self._hooks
         for name, part in self._named:
             for key, value in list(vars(part).items()):
-                if name not in self._modules and not _has_known(value, tape):
+                is_written = (id(part), key) in reads.written
+                is_ours = name in self._modules or is_written
+                if not is_ours and not _has_known(value, tape):
                     continue  # a leaf sets its own when it runs
-                is_new = self._before[name].get(key, MISSING) is not value
+                is_new = is_written or self._before[name].get(key, MISSING) is not value
                 is_other = (name, key) in self._lists and contents(value) != self._lists[name, key]
                 if puts_hooks and type(value) is bool:
                     continue  # it remembers that the hooks are there

@@ -23,7 +23,7 @@ from torch import nn
 from fxpipe.graph.calls.attention_masks import MaskCall
 from fxpipe.graph.calls.checks import AgreedLeaf, Asserted
 from fxpipe.graph.calls.graph_calls import Observed
-from fxpipe.graph.calls.late_lists import Numbers, plain_lists
+from fxpipe.graph.calls.late_lists import LateList, Numbers, plain_lists
 from fxpipe.graph.calls.value_functions import ValueFunction
 from fxpipe.graph.nested import Args, Kwargs, map_leaves, walk
 from fxpipe.graph.record.constant_values import ValueDecidesError
@@ -120,6 +120,12 @@ class WholeCalls:
             return make()
         self._operations.has_lists = True
         return Numbers(tensor, make)
+
+    def settle_lists(self, output: object) -> None:
+        """Make the lists that the model returns: whoever takes them will look at them."""
+        for _, leaf in walk(output):
+            if isinstance(leaf, LateList):
+                leaf.plain()
 
     def hook(self, hook: Callable[..., object], module: nn.Module, values: Args) -> object:
         """Run a user's hook; one that only looks is a node, and looks again in the stage.

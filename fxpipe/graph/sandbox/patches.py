@@ -104,8 +104,9 @@ def intercepted(module: nn.Module, seer: Seer) -> Iterator[None]:
         for scope in _scopes(module):
             for name, owner in held_functions(vars(scope)).items():
                 stack.enter_context(patched(scope, name, _looked_up(owner)))
-            if "len" not in vars(scope):
-                stack.enter_context(patched(scope, "len", _length(here)))
+            for name, builtin in (("len", _length(here)), ("range", _range(here))):
+                if name not in vars(scope):
+                    stack.enter_context(patched(scope, name, builtin))
             for name, value in list(vars(scope).items()):
                 if isinstance(value, torch.jit.ScriptFunction):
                     stack.enter_context(patched(scope, name, _watched(value, seer.on_script, here)))
@@ -250,6 +251,31 @@ def _length(here: Callable[[], bool]) -> Call:
         return len(value)
 
     return length
+
+
+def _range(here: Callable[[], bool]) -> type:
+    """Return a `range` that asks in each turn whether there is another, as `while` does.
+
+    A loop that goes over a size in steps then decides by the number of turns, not by the size.
+    """
+
+    class Ranges(type):
+        def __call__(cls, *args: Any) -> Any:
+            whole: Any = (0, *args, 1) if len(args) == 1 else (*args, 1)
+            start, stop, step = whole[:3] if 1 <= len(args) <= 3 else (0, 0, 0)
+            is_open = any(isinstance(value, torch.SymInt) for value in (start, stop))
+            if not (here() and is_open and type(step) is int and step > 1):
+                return range(*args)
+            turns = []
+            while start < stop:
+                turns.append(start)
+                start = start + step
+            return tuple(turns)
+
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, range)
+
+    return Ranges("range", (), {})
 
 
 @contextmanager

@@ -201,7 +201,7 @@ def _best_starts(program: Program, others: Sequence[Program], judge: _Judge) -> 
 def _parts(program: Program) -> Iterator[Action]:
     for actions in program.ranks:
         for action in actions:
-            yield from action.parts or (action,)
+            yield from action.each
 
 
 def _split(program: Program) -> Program:
@@ -209,7 +209,7 @@ def _split(program: Program) -> Program:
     ranks = []
     for actions in program.ranks:
         order: list[Action] = []
-        for part in (p for action in actions for p in action.parts or (action,)):
+        for part in (p for action in actions for p in action.each):
             if part.kind is Kind.BACKWARD:
                 order.append(part._replace(kind=Kind.BACKWARD_INPUT))
                 order.append(part._replace(kind=Kind.BACKWARD_WEIGHT))

@@ -101,7 +101,7 @@ class Orders:
     def _before(self, action: Action) -> frozenset[Action]:
         """Which actions of its own rank an action must follow; some may be of other ranks."""
         # Microbatches are alike: of one kind and stage they keep their order.
-        parts = [part for part in action.parts or (action,) if part.microbatch]
+        parts = [part for part in action.each if part.microbatch]
         earlier = {part._replace(microbatch=(part.microbatch or 0) - 1) for part in parts}
         return frozenset(self._maker[value] for value in self._numbering.reads_of(action)) | earlier
 

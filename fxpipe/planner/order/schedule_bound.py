@@ -31,7 +31,7 @@ def lower_bound(
     if len({kind for kind, _ in begins}) < 4:  # else a microbatch goes one of two ways
         bound = max(begins[key] + costs.compute(*key) for key in begins)
     for rank, actions in enumerate(program.ranks):
-        parts = [part for action in actions for part in action.parts or (action,)]
+        parts = [part for action in actions for part in action.each]
         main = [part for part in parts if part.kind is not Kind.BACKWARD_WEIGHT]
         pairs = [[(part.kind, part.stage) for part in a.parts] for a in actions if a.parts]
         saved = math.fsum(
@@ -80,7 +80,7 @@ def _ways(program: Program, costs: StageCosts, edges: Edges) -> tuple[_Times, _T
     Where a backward is whole in some microbatches and split in others, the quicker counts.
     """
     rank_of = program.placement.stage_to_rank
-    kinds = {part.kind for acts in program.ranks for act in acts for part in act.parts or (act,)}
+    kinds = {part.kind for acts in program.ranks for act in acts for part in act.each}
     stages = range(program.num_stages)
     backward = sorted(kind for kind in kinds if kind.is_backward)
     order = [(Kind.FORWARD, stage) for stage in stages]

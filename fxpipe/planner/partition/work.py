@@ -169,7 +169,7 @@ def in_flight(program: Program) -> InFlight:
         slot = {stage: i for i, stage in enumerate(stages)}
         held = [0] * len(stages)
         moments: set[tuple[int, ...]] = set()
-        for part in (part for action in actions for part in action.parts or (action,)):
+        for part in (part for action in actions for part in action.each):
             at_start, at_end = kept(part)
             held[slot[part.stage]] += round(at_start)
             if at_start:

@@ -262,7 +262,7 @@ def rank_memory(
     starts: list[list[tuple[float, float]]] = [[] for _ in program.ranks]
     first_gradient: dict[int, float] = {}
     for rank, action, start, end in spans:
-        for part in action.parts or (action,):
+        for part in action.each:
             stage = stages[part.stage]
             if part.kind.is_offload:
                 away = part.kind is Kind.OFFLOAD
@@ -300,15 +300,13 @@ def _effects(
     memory is among what its maker keeps.
     """
     rank_of, edges = program.placement.stage_to_rank, edges_of(len(stages), edge_bytes)
-    kinds = {part.kind for acts in program.ranks for a in acts for part in a.parts or (a,)}
-    has_backward = any(kind.is_backward for kind in kinds)
 
     def held(value: Value) -> tuple[int, float]:
         stage = stages[value.stage]
         where = rank_of[value.peer if copies else value.stage]
         if value.kind is ValueKind.RESIDUAL:
             received = stage.kept_received if copies else 0.0
-            return where, (stage.kept + received if has_backward else 0.0)
+            return where, (stage.kept + received if program.has_backward else 0.0)
         if value.kind is ValueKind.DEFERRED:
             return where, stage.deferred
         if value.kind is ValueKind.GRADIENT:

@@ -50,6 +50,9 @@ _MANY = 16
 _SLOWER = 8
 """How much longer it takes to simulate an action in a step with copies to the host."""
 
+_SETTLED = 16
+"""So many options are cut again; more only if their steps are short."""
+
 _EFFORT = 2_000
 """Steps of the exact search for a partition."""
 
@@ -130,7 +133,11 @@ class Search:
         # Long steps are worth their time only if they are guessed to beat what is known by then.
         short = [c for c in order if _num_actions(c) <= budget // _MANY]
         long = [c for c in order if _num_actions(c) > budget // _MANY]
-        for some, slack, until in ((short, 1.2, budget // 2), (long, 1.0, budget * 3 // 4)):
+        # With few or small ones a guess need not decide: all are tried.
+        rounds = (
+            (short, 1.2, budget // 2), (long, 1.0, budget * 3 // 4), (short, math.inf, budget // 8)
+        )  # fmt: skip
+        for some, slack, until in rounds:
             self._sweep(some, guesses, tried, slack=slack, until=until)
             tell(budget // 5 + min(self._used, budget) // 2, budget)
         if not self._fitting(tried):
@@ -177,13 +184,15 @@ class Search:
         low: dict[str, float] = {}  # by schedule, the least that a guess of memory was short by
         for candidate in order:
             guess, name = guesses[candidate], candidate.schedule
+            if candidate in tried:
+                continue
             is_new = name not in seen and guess.memory <= limit
             if guess.memory > 2 * limit or self._used > 1.5 * until:
                 break
             if not is_new and (
                 guess.time > slack * best
                 or self._used > until
-                or guess.memory * low.get(name, 0.0) > limit
+                or (slack < math.inf and guess.memory * low.get(name, 0.0) > limit)
             ):
                 continue
             seen.add(name)
@@ -220,11 +229,11 @@ class Search:
 
         order = ranked()
         fits = bool(order) and order[0].missing(limit) <= 0
-        chosen = order[:16]
-        for number, option in enumerate(chosen):
-            if fits and self._used > (budget if number >= 4 else 4 * budget):
+        for number, option in enumerate(order):
+            most = 4 * budget if number < 4 else budget if number < _SETTLED else budget // 8
+            if self._used > most and (fits or number >= _SETTLED):
                 break
-            tell(budget * 7 // 10 + budget * number // len(chosen) // 5, budget)
+            tell(budget * 7 // 10 + min(budget * number // _SETTLED, budget) // 5, budget)
             better = self.refine(option, budget=max(budget - self._used, budget // 4) // 4)
             tried[option.candidate] = better
             if not fits and better.missing(limit) <= 0:

@@ -30,6 +30,9 @@ from fxpipe.planner.search.space import Space, check_whole
 
 __all__ = ["Subject", "opened_for", "subject_of"]
 
+_DEEP = 16
+"""A model of so many repeated blocks has enough of them for any sensible pipeline."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -187,9 +190,12 @@ def _check_sizes(sizes: object, known: Mapping[str, int]) -> None:
 
 
 def opened_for(model: nn.Module, num_stages: int) -> set[str]:
-    """The modules to open for at most `num_stages` stages, without opening repeated blocks."""
+    """The modules to open for at most `num_stages` stages, without opening repeated blocks.
+
+    Of a deep model they stay whole for any number: an opened block is not checkpointed as one.
+    """
     blocks = _blocks(model)
-    whole = blocks if num_stages <= len(blocks) else ()
+    whole = blocks if num_stages <= len(blocks) or len(blocks) >= _DEEP else ()
     return choose_opened(model, min(num_stages, max(len(blocks), 2)), whole)
 
 

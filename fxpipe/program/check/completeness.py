@@ -207,7 +207,7 @@ def _places(program: Program) -> _Places:
     places: _Places = {}
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
-            for part in action.parts or (action,):
+            for part in action.each:
                 places.setdefault(part, []).append(Step(rank, position, part))
     return places
 
@@ -323,7 +323,7 @@ def check_offloads(program: Program, census: Census) -> Iterator[Fault]:
     for rank in {step.rank for step in census.offloads}:
         where: dict[tuple[int, int | None], str] = {}
         for position, action in enumerate(program.ranks[rank]):
-            for part in action.parts or (action,):
+            for part in action.each:
                 key, kind = (part.stage, part.microbatch), part.kind
                 needed = _RESIDUAL_MUST_BE.get(kind)
                 found = where.get(key, "not made yet")
@@ -405,7 +405,7 @@ def _last_gradients(program: Program, rank: int) -> dict[int, Step]:
     last: dict[int, Step] = {}
     for position in range(len(actions) - 1, -1, -1):
         action = actions[position]
-        for part in action.parts or (action,):
+        for part in action.each:
             if part.kind is Kind.BACKWARD or part.kind is Kind.BACKWARD_WEIGHT:
                 last.setdefault(part.stage, Step(rank, position, part))
         if len(last) == num_stages:

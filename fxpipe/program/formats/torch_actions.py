@@ -120,7 +120,7 @@ def order_of(rows: Iterable[Sequence[Action | None]]) -> dict[int, list[_Action 
 
 
 def computes_of(actions: Iterable[Any]) -> Iterator[Action]:
-    """The compute actions among those of a rank: objects of either kind, or text; None is idle.
+    """The compute actions of a rank that is given as objects of either kind, or text; None is idle.
 
     Raises:
         ScheduleError: a text that is none of an action.

@@ -65,7 +65,7 @@ class ScheduleInfo:
         return make(num_ranks, num_stages)
 
     def allows(self, stages_per_rank: int) -> bool:
-        """Whether the schedule is defined for so many stages on each rank."""
+        """Whether the schedule is defined for this number of stages on each rank."""
         least, most = self.stages_per_rank
         return stages_per_rank >= least and (most is None or stages_per_rank <= most)
 
@@ -88,8 +88,9 @@ def schedule(
 
     def make(orders: Orders) -> Generator:
         def generate(num_ranks: int, num_stages: int, num_microbatches: int) -> Program:
-            _check_sizes(name, num_ranks, num_stages, num_microbatches, stages)
-            placement = ENTRIES[generate].placement(num_ranks, num_stages)
+            info = ENTRIES[generate]
+            _check_sizes(info, num_ranks, num_stages, num_microbatches)
+            placement = info.placement(num_ranks, num_stages)
             ranks = orders(placement, num_microbatches)
             return Program.of(placement, num_microbatches, ranks, name=name)
 
@@ -104,7 +105,7 @@ def schedule(
 
 
 def _check_sizes(
-    name: str, num_ranks: int, num_stages: int, num_microbatches: int, allowed: StagesPerRank
+    info: ScheduleInfo, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> None:
     faults = []
     for what, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
@@ -113,10 +114,14 @@ def _check_sizes(
     if not _is_count(num_ranks):
         if not _is_count(num_stages):
             faults.append(f"num_stages is {num_stages!r}; it must be at least 1")
-    elif not _is_count(num_stages) or not _fits(num_ranks, num_stages, allowed):
-        faults.append(_misfit(num_ranks, num_stages, allowed))
+    elif (
+        not _is_count(num_stages)
+        or num_stages % num_ranks
+        or not info.allows(num_stages // num_ranks)
+    ):
+        faults.append(_misfit(num_ranks, num_stages, info.stages_per_rank))
     if faults:
-        raise ScheduleError(f"{name} is not defined for these sizes: " + "; ".join(faults))
+        raise ScheduleError(f"{info.name} is not defined for these sizes: " + "; ".join(faults))
 
 
 def _is_count(value: object) -> bool:
@@ -125,12 +130,6 @@ def _is_count(value: object) -> bool:
 
 def _nearest(value: object) -> int:
     return max(1, round(value)) if isinstance(value, int | float) else 1
-
-
-def _fits(num_ranks: int, num_stages: int, allowed: StagesPerRank) -> bool:
-    least, most = allowed
-    per_rank, rest = divmod(num_stages, num_ranks)
-    return rest == 0 and per_rank >= least and (most is None or per_rank <= most)
 
 
 def _misfit(num_ranks: int, num_stages: int, allowed: StagesPerRank) -> str:

@@ -124,32 +124,32 @@ def overtaking(
 
 
 class _Overtaking(Dispatch):
-    """`_lanes[rank]` holds a queue for each kind and stage, of `(place in the order, action)`."""
+    """`_queues[rank]` holds a queue for each kind and stage, of `(place in the order, action)`."""
 
     def __init__(
         self, orders: Sequence[Sequence[Action]], numbering: Numbering, limit: float, stages: int
     ) -> None:
         super().__init__(len(orders), numbering, unit_times(stages))
         self._limit, self._live = limit, [0] * len(orders)
-        self._lanes: list[list[deque[tuple[int, Action]]]] = []
+        self._queues: list[list[deque[tuple[int, Action]]]] = []
         for order in orders:
-            lanes: dict[tuple[Kind, int], deque[tuple[int, Action]]] = {}
+            queues: dict[tuple[Kind, int], deque[tuple[int, Action]]] = {}
             for place, action in enumerate(order):
-                lanes.setdefault((action.kind, action.stage), deque()).append((place, action))
-            self._lanes.append(list(lanes.values()))
+                queues.setdefault((action.kind, action.stage), deque()).append((place, action))
+            self._queues.append(list(queues.values()))
 
     def choose(self, rank: int, now: float) -> Action | None:
-        lanes = self._lanes[rank] = [lane for lane in self._lanes[rank] if lane]
+        queues = self._queues[rank] = [queue for queue in self._queues[rank] if queue]
         ready, soonest = [], math.inf
-        for lane in lanes:
-            action = lane[0][1]
+        for queue in queues:
+            action = queue[0][1]
             needed = self.numbering.reads_of(action)
             missing = [number for number in needed if self.ready[number] < 0]
             time = max((self.ready[number] for number in needed), default=0.0)
             if missing:
                 self.wait(rank, missing[0])
             elif time <= now:
-                ready.append(lane)
+                ready.append(queue)
             else:
                 soonest = min(soonest, time)
         taken = self._first(rank, ready)
@@ -164,10 +164,10 @@ class _Overtaking(Dispatch):
     def _first(
         self, rank: int, ready: list[deque[tuple[int, Action]]]
     ) -> deque[tuple[int, Action]] | None:
-        forward = min((lane for lane in ready if lane[0][1].kind is Kind.FORWARD), default=None)
-        backward = min((lane for lane in ready if lane[0][1].kind.is_backward), default=None)
+        forward = min((queue for queue in ready if queue[0][1].kind is Kind.FORWARD), default=None)
+        backward = min((queue for queue in ready if queue[0][1].kind.is_backward), default=None)
         if forward is not None and self._live[rank] >= self._limit:
-            very_next = min(lane[0][0] for lane in self._lanes[rank])
+            very_next = min(queue[0][0] for queue in self._queues[rank])
             if forward[0][0] != very_next:
                 forward = None
         if forward is None or backward is None:

@@ -93,22 +93,20 @@ def check_edges(program: Program, edges: Edges | None) -> Edges:
     return edges
 
 
-def step_table(
-    program: Program, edges: Edges | None = None
-) -> tuple[tuple[Action | None, ...], ...]:
+def step_table(program: Program) -> tuple[tuple[Action | None, ...], ...]:
     """One row per rank, one column per step; None where a rank waits.
 
-    In a step each rank does at most one action, and as soon as it can.
+    In a step each rank does at most one action, and as soon as it can. Stages form a chain.
 
     Raises:
         ScheduleError: the program is lowered (messages have no steps in common), or stuck.
     """
     if program.is_lowered:
         raise ScheduleError("only a compute-only program has steps, this one is lowered")
-    numbering = Numbering.of(program, check_edges(program, edges))
+    numbering = Numbering.of(program, Edges.chain(program.num_stages))
     rows: list[list[Action | None]] = [[] for _ in program.ranks]
     written_in: dict[int, int] = {}
-    for rank, _, action in walk(program, edges):
+    for rank, _, action in walk(program):
         row = rows[rank]
         step = max([len(row), *(written_in[n] + 1 for n in numbering.reads_of(action))])
         row += [None] * (step - len(row))

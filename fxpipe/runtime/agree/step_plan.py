@@ -290,7 +290,7 @@ class PlanMaker:
             part.kind in kinds
             for actions in self.program.ranks
             for action in actions
-            for part in action.parts or (action,)
+            for part in action.each
         )
         if training and not has_backward:
             raise ScheduleError(
@@ -455,6 +455,6 @@ def _microbatches(program: Program, stage: int, kind: Kind) -> frozenset[int]:
     return frozenset(
         part.microbatch
         for action in actions
-        for part in action.parts or (action,)
+        for part in action.each
         if part.kind is kind and part.stage == stage and part.microbatch is not None
     )

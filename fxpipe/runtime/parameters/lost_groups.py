@@ -33,6 +33,10 @@ __all__ = [
     "leave",
 ]
 
+_TOO_SHORT = (
+    "the limit of the replicas' own process group: if they only need longer, make that group with "
+    "a longer timeout"
+)
 _LOST: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
@@ -97,6 +101,8 @@ def explained(error: BaseException, groups: Sequence[dist.ProcessGroup]) -> Base
 
 def _silence(groups: Sequence[dist.ProcessGroup], error: Exception) -> SilentReplicaError:
     why = f"{REPLICA} did not answer: {str(error).splitlines()[0]}"
+    if "imed out" in why:  # a step that takes too long closes the group, which says so already
+        why += f" ({_TOO_SHORT})"
     for group in groups:
         leave(group, why)
     return SilentReplicaError(next((_LOST[group] for group in groups), why))

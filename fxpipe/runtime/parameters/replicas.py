@@ -38,7 +38,7 @@ from fxpipe.runtime.parameters.lost_groups import (
     leave,
 )
 from fxpipe.runtime.parameters.sync import GradSync, divide_shared
-from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.runtime.wire.failure import Deadline, in_words
 
 __all__ = ["Replicas"]
 
@@ -83,8 +83,12 @@ class Replicas:
         check_groups(self._groups)
         self._begun = True
         divide_shared(self._syncs)
-        for sync in self._syncs:
-            sync.begin(earlier, reduces=self._reduces, may_reduce=self._may_reduce)
+        try:
+            for sync in self._syncs:
+                sync.begin(earlier, reduces=self._reduces, may_reduce=self._may_reduce)
+        except BaseException as error:  # its collectives cannot be made, and others wait for them
+            self.break_off(in_words(error))
+            raise
         for group in self._groups:
             what = [(sync.trained.digest, sync.reduces) for sync in self._of(group) if self._trains]
             self._open(group, zlib.crc32(repr(what).encode()))

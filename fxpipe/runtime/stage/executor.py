@@ -221,7 +221,7 @@ class Executor:
         context = ActionContext(action, self.rank, module, noting(action, run), parts)
         needed = {part for part, _ in parts} or {action}
         is_needed = bool(parts) or action.kind.is_transfer or action.kind.is_compute
-        computes = [part for part in action.parts or (action,) if part.kind.is_compute]
+        computes = [part for part in action.each if part.kind.is_compute]
         values = [v for part in computes for v in reads(part, self._edges) if v.kind in _MOVED]
         taken = [self._slot(value) for value in values]
 
@@ -455,7 +455,7 @@ def _proofs(program: Program, edges: Edges, rank: int) -> dict[Value, list[Value
     for peer in peers:
         used: list[Value] = []
         for action in program.ranks[peer]:
-            for part in action.parts or (action,):
+            for part in action.each:
                 found = reads(part, edges)
                 if part.kind.is_compute:
                     used += [v for v in found if v.kind in _MOVED and rank_of[v.stage] == rank]

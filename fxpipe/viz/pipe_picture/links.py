@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from fxpipe.viz.palette import LIGHT
 from fxpipe.viz.pipe_picture.outline import Crossing, Outline, Tie, ranges_text
-from fxpipe.viz.pipe_picture.stage_box import StageBox
+from fxpipe.viz.pipe_picture.stage_box import StageBox, pack_intervals
 from fxpipe.viz.scene import Box, Item, Label, Line, fit_text, text_width
 
 __all__ = ["Lane", "Letters", "draw_lanes", "find_lanes", "give_letters"]
@@ -100,7 +101,7 @@ def _anchors(
 
 def draw_lanes(lanes: Sequence[Lane], left: float) -> tuple[list[Item], float]:
     """Draw lanes right of `left`; returns the items and where the last label ends."""
-    places = _assign(lanes)
+    places = pack_intervals([(lane.top - 4, lane.bottom + 4) for lane in lanes])
     right = left + 10 + (max(places) + 1) * _LANE
     items: list[Item] = []
     labels: list[Item] = []
@@ -126,25 +127,6 @@ def draw_lanes(lanes: Sequence[Lane], left: float) -> tuple[list[Item], float]:
             labels.append(Label(right + 5, base, text, _TEXT, lane.colour))
             width = max(width, right + 5 + text_width(text, _TEXT))
     return [*items, *labels], width
-
-
-def _assign(lanes: Sequence[Lane]) -> list[int]:
-    """A lane for each line, short ones innermost, none shared at the same height."""
-    order = sorted(range(len(lanes)), key=lambda i: (lanes[i].bottom - lanes[i].top, i))
-    places = [0] * len(lanes)
-    used: list[list[Lane]] = []
-    for index in order:
-        lane = lanes[index]
-        free = (
-            place
-            for place, others in enumerate(used)
-            if all(lane.bottom + 8 < o.top or o.bottom + 8 < lane.top for o in others)
-        )
-        places[index] = next(free, len(used))
-        if places[index] == len(used):
-            used.append([])
-        used[places[index]].append(lane)
-    return places
 
 
 def _free_height(lane: Lane, taken: Sequence[tuple[float, float]]) -> float:
@@ -182,10 +164,7 @@ def give_letters(outline: Outline, column_of: Mapping[int, int]) -> Letters:
         if crossing.is_skip and column_of[crossing.source] != column_of[crossing.target]
     ]
     values: dict[tuple[int, str], tuple[str, list[int]]] = {}
-    for shared in outline.shared:
-        text = f"{shared.name}  {shared.spec} · {shared.size}"
-        values[shared.source, shared.name] = (text, list(shared.targets))
-    for crossing in far:
+    for crossing in (*chain.from_iterable(outline.shared), *far):
         text = "  ".join(crossing.lines)
         values.setdefault((crossing.source, crossing.name), (text, []))[1].append(crossing.target)
     for (source, _), (text, targets) in values.items():

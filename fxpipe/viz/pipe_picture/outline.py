@@ -7,7 +7,7 @@ A part is a module call, a run of alike module calls (layers.8 … layers.15), o
 depth "nodes" any node of the stage's graph. Code between modules is not a part: what
 flows through it is drawn as flowing from module to module.
 
-A value that goes to many stages (an attention mask) is `Shared`: pictures list it once
+A value that goes to many stages (an attention mask) is shared: pictures list it once
 instead of drawing a line to each reader.
 """
 
@@ -28,10 +28,9 @@ __all__ = [
     "Crossing",
     "Depth",
     "Figures",
+    "ModelEnd",
     "Outline",
-    "Shared",
     "StageOutline",
-    "Terminal",
     "Tie",
     "make_outline",
     "ranges_text",
@@ -56,7 +55,7 @@ class Figures(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Terminal:
+class ModelEnd:
     """An input or output of the model, and the parts that read or make it."""
 
     text: str
@@ -75,8 +74,8 @@ class StageOutline:
     parameters: int
     flops: float | None
     share: float
-    inputs: tuple[Terminal, ...]
-    outputs: tuple[Terminal, ...]
+    inputs: tuple[ModelEnd, ...]
+    outputs: tuple[ModelEnd, ...]
 
     @property
     def facts(self) -> str:
@@ -117,21 +116,6 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """A value that one stage sends to many."""
-
-    source: int
-    targets: tuple[int, ...]
-    name: str
-    spec: str
-    size: str
-
-    @property
-    def targets_text(self) -> str:
-        return ranges_text(self.targets)
-
-
-@dataclass(frozen=True, slots=True)
 class Tie:
     """Places that hold one parameter, as (stage, part, parameter name)."""
 
@@ -140,12 +124,12 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """All that a picture of a pipe shows."""
+    """All that a picture of a pipe shows; `shared` has the crossings of each shared value."""
 
     depth: Depth
     stages: tuple[StageOutline, ...]
     crossings: tuple[Crossing, ...]
-    shared: tuple[Shared, ...]
+    shared: tuple[tuple[Crossing, ...], ...]
     ties: tuple[Tie, ...]
     load: str
     sizes: tuple[tuple[str, int], ...]
@@ -206,32 +190,29 @@ def make_outline(pipe: Pipe, depth: Depth, **figures: Unpack[Figures]) -> Outlin
 
 def _crossings(
     pipe: Pipe, found: Sequence[StageParts], sizes: Mapping[str, int]
-) -> tuple[tuple[Crossing, ...], tuple[Shared, ...]]:
+) -> tuple[tuple[Crossing, ...], tuple[tuple[Crossing, ...], ...]]:
     crossings: list[Crossing] = []
-    shared: list[Shared] = []
+    shared: list[tuple[Crossing, ...]] = []
     for interface in pipe.interfaces:
         for sent in interface.sent:
             spec, name = sent.port.spec, sent.port.name
-            title = found[interface.stage].title_of(name)
-            size = tensor_bytes(spec, sizes)
-            skips = [target for target in sent.target_stages if target > interface.stage + 1]
-            if len(skips) >= _MANY:
-                targets = tuple(sorted(sent.target_stages))
-                shared.append(Shared(interface.stage, targets, title, str(spec), size))
-                continue
-            crossings += [
+            made = tuple(
                 Crossing(
                     source=interface.stage,
                     target=target,
                     name=name,
                     spec=str(spec),
-                    size=size,
+                    size=tensor_bytes(spec, sizes),
                     source_part=found[interface.stage].source_of(name),
                     target_parts=found[target].readers_of(name),
-                    title=title,
+                    title=found[interface.stage].title_of(name),
                 )
-                for target in sent.target_stages
-            ]
+                for target in sorted(sent.target_stages)
+            )
+            if sum(crossing.is_skip for crossing in made) >= _MANY:
+                shared.append(made)
+            else:
+                crossings += made
     crossings.sort(key=lambda c: (c.target - c.source, c.source))
     return tuple(crossings), tuple(shared)
 
@@ -246,27 +227,27 @@ def tensor_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
     return f"{text(num)} B"
 
 
-def _inputs(pipe: Pipe, stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+def _inputs(pipe: Pipe, stage: Stage, parts: StageParts) -> tuple[ModelEnd, ...]:
     """Model inputs with their specs; a nested one by its name alone."""
     example = pipe.info().inputs.example
     found = []
     for name in stage.interface.model_inputs:
         spec = example.get(name)
         text = f"{name}: {spec}" if isinstance(spec, TensorSpec) else name
-        found.append(Terminal(text, parts.readers_of(name)))
+        found.append(ModelEnd(text, parts.readers_of(name)))
     return tuple(found)
 
 
-def _outputs(stage: Stage, parts: StageParts) -> tuple[Terminal, ...]:
+def _outputs(stage: Stage, parts: StageParts) -> tuple[ModelEnd, ...]:
     """The tensors that the model returns, as far as the graph says."""
-    found: list[Terminal] = []
+    found: list[ModelEnd] = []
     for node in stage.module.graph.nodes:
         if node.op != "output":
             continue
         for source in node.all_input_nodes:
             maker = parts.source_of(source.name)
             makers = () if maker is None else (maker,)
-            found += [Terminal(str(spec), makers) for spec in stage.facts.tensors(source)]
+            found += [ModelEnd(str(spec), makers) for spec in stage.facts.tensors(source)]
     return tuple(found)
 
 

@@ -43,17 +43,15 @@ class StageBox:
 
 def stage_width(outline: Outline, stage: StageOutline, notes: Iterable[str]) -> float:
     """How wide a box must be for all its text, within reason."""
-    lanes = len(pack_intervals(_arcs(stage.parts))) if outline.depth != "stages" else 0
+    arcs = [] if outline.depth == "stages" else _arcs(stage.parts)
+    lanes = max(pack_intervals(arcs), default=-1) + 1
     widths = [
         text_width(f"stage {stage.index}", _NAME, bold=True)
         + text_width(_share(outline, stage), _NOTE)
         + 16,
         text_width(stage.facts, _NOTE),
-        *(
-            text_width(text, _NOTE)
-            for text in (*notes, *(f"→ {terminal.text}" for terminal in stage.inputs))
-        ),
-        *(text_width(f"{terminal.text} →", _NOTE) for terminal in stage.outputs),
+        *(text_width(text, _NOTE) for text in (*notes, *(f"→ {end.text}" for end in stage.inputs))),
+        *(text_width(f"{end.text} →", _NOTE) for end in stage.outputs),
         *(
             text_width(part.title, _TEXT) + text_width(part.note, _NOTE) + 30 + lanes * _LANE
             for part in stage.parts
@@ -74,8 +72,8 @@ def draw_stage(
     items: list[Item] = []
     y = _add_heading(items, outline, stage, width)
     room = width - 2 * _PAD
-    for terminal in stage.inputs:
-        y = _add_line(items, f"→ {terminal.text}", room, y, LIGHT.accent)
+    for end in stage.inputs:
+        y = _add_line(items, f"→ {end.text}", room, y, LIGHT.accent)
     for text in reads:
         y = _add_line(items, text, room, y, LIGHT.skip)
     y += 3
@@ -83,8 +81,8 @@ def draw_stage(
     centres, y = add_parts(items, stage.parts, width, y)
     for text in sends:
         y = _add_line(items, text, room, y, LIGHT.skip)
-    for terminal in stage.outputs:
-        y = _add_line(items, f"{terminal.text} →", room, y, LIGHT.accent)
+    for end in stage.outputs:
+        y = _add_line(items, f"{end.text} →", room, y, LIGHT.accent)
     height = y + 7
     frame = Box(0, 0, width, height, LIGHT.fill, LIGHT.rule, 1.0, radius=7)
     return StageBox(width, height, (frame, *items), tuple(centres))
@@ -139,8 +137,9 @@ def _add_blocks(
 ) -> tuple[list[float], float]:
     """Parts as boxes with arrows between them."""
     y += 3
-    lanes = pack_intervals(_arcs(parts))
-    left = _PAD + len(lanes) * _LANE
+    arcs = _arcs(parts)
+    lanes = pack_intervals(arcs)
+    left = _PAD + (max(lanes, default=-1) + 1) * _LANE
     centres = [y + index * (_ROW + _GAP) + _ROW / 2 for index in range(len(parts))]
     for index, part in enumerate(parts):
         top = centres[index] - _ROW / 2
@@ -151,13 +150,12 @@ def _add_blocks(
             x = (left + width - _PAD) / 2
             points = ((x, top - _GAP + 0.5), (x, top - 0.5))
             items.append(Line(points, LIGHT.muted, 1.0, arrow=True))
-    for lane, arcs in enumerate(lanes):
+    for lane, (source, target) in zip(lanes, arcs, strict=True):
         x = left - (lane + 1) * _LANE + 1
-        for source, target in arcs:
-            # Leave below the middle and arrive above it, so that both can be told apart.
-            low, high = centres[source] + 5, centres[target] - 5
-            around = ((left, low), (x, low), (x, high), (left, high))
-            items.append(Line(around, LIGHT.muted, 1.0, arrow=True))
+        # Leave below the middle and arrive above it, so that both can be told apart.
+        low, high = centres[source] + 5, centres[target] - 5
+        around = ((left, low), (x, low), (x, high), (left, high))
+        items.append(Line(around, LIGHT.muted, 1.0, arrow=True))
     return centres, (centres[-1] + _ROW / 2 + 5 if parts else y)
 
 
@@ -168,14 +166,19 @@ def _arcs(parts: Sequence[Part]) -> list[tuple[int, int]]:
     ]
 
 
-def pack_intervals(intervals: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Distribute intervals over lanes, short ones first, none touching another."""
-    lanes: list[list[tuple[int, int]]] = []
-    for start, end in sorted(intervals, key=lambda pair: (pair[1] - pair[0], pair)):
-        for lane in lanes:
-            if all(end < other[0] or other[1] < start for other in lane):
-                lane.append((start, end))
-                break
-        else:
-            lanes.append([(start, end)])
-    return lanes
+def pack_intervals(intervals: Sequence[tuple[float, float]]) -> list[int]:
+    """A lane for each interval, the first lanes for short ones; in a lane none touches another."""
+    used: list[list[tuple[float, float]]] = []
+    found = [0] * len(intervals)
+    for index in sorted(range(len(intervals)), key=lambda i: intervals[i][1] - intervals[i][0]):
+        start, end = intervals[index]
+        free = (
+            lane
+            for lane, others in enumerate(used)
+            if all(end < other[0] or other[1] < start for other in others)
+        )
+        found[index] = next(free, len(used))
+        if found[index] == len(used):
+            used.append([])
+        used[found[index]].append((start, end))
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.viz.pipe_picture.outline import Outline, StageOutline
+from fxpipe.viz.pipe_picture.outline import Outline, StageOutline, ranges_text
 
 __all__ = ["write_dot", "write_mermaid"]
 
@@ -123,12 +123,12 @@ def _parts(outline: Outline, stage: StageOutline) -> Iterator[_Node]:
 
 def _ends(outline: Outline) -> Iterator[_Node]:
     for stage in outline.stages:
-        for kind, terminals in (("in", stage.inputs), ("out", stage.outputs)):
-            for number, terminal in enumerate(terminals):
-                yield _Node(f"s{stage.index}{kind}{number}", (terminal.text,), is_end=True)
+        for kind, ends in (("in", stage.inputs), ("out", stage.outputs)):
+            for number, end in enumerate(ends):
+                yield _Node(f"s{stage.index}{kind}{number}", (end.text,), is_end=True)
     for number, shared in enumerate(outline.shared):
-        size = f"{shared.spec} · {shared.size}"
-        yield _Node(f"v{number}", (shared.name, size, f"to {shared.targets_text}"), is_end=True)
+        targets = ranges_text([crossing.target for crossing in shared])
+        yield _Node(f"v{number}", (*shared[0].lines, f"to {targets}"), is_end=True)
 
 
 def _edges(outline: Outline) -> Iterator[_Edge]:
@@ -138,15 +138,15 @@ def _edges(outline: Outline) -> Iterator[_Edge]:
         return tuple(_name(outline, stage, part) for part in ((None,) if whole else parts[:3]))
 
     for stage in outline.stages:
-        for number, terminal in enumerate(stage.inputs):
-            for name in names(stage.index, terminal.parts):
+        for number, end in enumerate(stage.inputs):
+            for name in names(stage.index, end.parts):
                 yield _Edge(f"s{stage.index}in{number}", name)
         if outline.depth != "stages":
             for index, part in enumerate(stage.parts):
                 for read in part.reads:
                     yield _Edge(f"s{stage.index}p{read}", f"s{stage.index}p{index}")
-        for number, terminal in enumerate(stage.outputs):
-            for name in names(stage.index, terminal.parts):
+        for number, end in enumerate(stage.outputs):
+            for name in names(stage.index, end.parts):
                 yield _Edge(name, f"s{stage.index}out{number}")
     for crossing in outline.crossings:
         source = _name(outline, crossing.source, crossing.source_part)
@@ -155,7 +155,7 @@ def _edges(outline: Outline) -> Iterator[_Edge]:
             yield _Edge(source, name, "skip" if crossing.is_skip else "plain", lines)
             lines = ()
     for number, shared in enumerate(outline.shared):
-        yield _Edge(_name(outline, shared.source, None), f"v{number}", "skip")
+        yield _Edge(_name(outline, shared[0].source, None), f"v{number}", "skip")
     for tie in outline.ties:
         (source, one), *others = ((_name(outline, s, p), name) for s, p, name in tie.places)
         for target, name in others:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from fxpipe.program import Action, Kind, Span, Timeline
 from fxpipe.text import number_text
-from fxpipe.viz.palette import LIGHT, LOOKS, ON_COLOUR, mix, shade, shades
+from fxpipe.viz.palette import LIGHT, LOOKS, ON_COLOUR, TRANSFERS, lighten, shade, shades
 from fxpipe.viz.scene import Area, Box, Item, Label, Line, Scene, fit_text, text_width
 from fxpipe.viz.timeline_picture.spans import Words, nice_ticks, number_lanes, runs_beside
 
@@ -106,7 +106,7 @@ def _labels(timeline: Timeline, row: float, end: float, left: float) -> tuple[_L
         (part, span.end - span.start)
         for span in timeline.spans
         if span.is_compute and span.end > span.start
-        for part in span.action.parts or (span.action,)
+        for part in span.action.each
     ]
     if not boxes:
         return "none", _NARROWEST
@@ -179,24 +179,18 @@ def _wrap(parts: Sequence[str], room: float) -> Iterator[str]:
         yield fit_text(line, _TEXT, room)
 
 
-_NAMES = {
-    Kind.SEND_ACTIVATION: "activation, dark where sent, light where received",
-    Kind.SEND_GRADIENT: "gradient",
-}
-
-
 def _legend(frame: _Frame) -> Iterator[tuple[Kind | None, str]]:
     found = {
         part.kind
         for line in frame.both
         for span in line.spans
         if span.is_compute or runs_beside(span)
-        for part in span.action.parts or (span.action,)
+        for part in span.action.each
     }
     for kind in sorted(found):
         if kind.is_transfer:
-            if kind in _NAMES:
-                yield kind, _NAMES[kind]
+            if kind in TRANSFERS:
+                yield kind, TRANSFERS[kind]
         else:
             yield kind, f"{LOOKS[kind].letter}  {LOOKS[kind].name}"
     if max((count for _, count in frame.shades.values()), default=1) > 1:
@@ -248,7 +242,7 @@ def _rows(frame: _Frame, y: float) -> tuple[list[Item], float]:
 def _draw_compute(span: Span, frame: _Frame, y: float) -> Iterator[Item]:
     """One box, or one above the other for what runs at the same time."""
     left, right = frame.x(span.start), frame.x(span.end)
-    parts = span.action.parts or (span.action,)
+    parts = span.action.each
     height = (frame.row - len(parts) + 1) / len(parts)
     for index, part in enumerate(parts):
         place = (left, y + index * (height + 1), right - left, height)
@@ -289,7 +283,7 @@ def _draw_arrow(kind: Kind, place: _Place, tip: str) -> Item:
         return Box(x, y, width, height, look.colour, hatch=look.hatch, tip=tip)
     point = min(height / 2, width / 2)
     middle, bottom, right = y + height / 2, y + height, x + width
-    fill = look.colour if kind.is_send else mix(look.colour, "#ffffff", 0.5)
+    fill = look.colour if kind.is_send else lighten(look.colour, 0.5)
     points: tuple[tuple[float, float], ...]
     if kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION):
         points = ((x, y), (right - point, y), (right, middle), (right - point, bottom), (x, bottom))
@@ -301,7 +295,7 @@ def _draw_arrow(kind: Kind, place: _Place, tip: str) -> Item:
 def _tip_of(span: Span, words: Words) -> str:
     """What a reader gets to see of an action when pointing at it."""
     lines = []
-    for action in span.action.parts or (span.action,):
+    for action in span.action.each:
         text = f"{action}: {LOOKS[action.kind].name}, stage {action.stage}"
         if action.microbatch is not None:
             text += f", microbatch {action.microbatch}"

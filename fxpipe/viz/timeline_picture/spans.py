@@ -100,7 +100,7 @@ def find_dependencies(
     Without `edges` the stages that occur are taken for a chain.
     """
     if edges is None:
-        parts = (part for span in spans for part in span.action.parts or (span.action,))
+        parts = (part for span in spans for part in span.action.each)
         stages = (stage for part in parts for stage in (part.stage, part.peer or 0))
         edges = Edges.chain(1 + max(stages, default=0))
     here: dict[tuple[int, Value], int] = {}

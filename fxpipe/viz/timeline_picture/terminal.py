@@ -176,7 +176,7 @@ def _compute_row(
             yield _Piece(" " * (start - at))
         label = next(text for text in _labels(span.action, many) if len(text) <= end - start)
         text = label + _FILL[span.action.kind] * (end - start - len(label))
-        part = (span.action.parts or (span.action,))[0]
+        part = span.action.each[0]
         yield _Piece(text, shade(part.kind, *stages[part.stage]))
         at = end
     yield _Piece(" " * (columns - at))

@@ -63,6 +63,26 @@ def beside_a_list(parts):
     return torch.cat([parts[0][:1], *list(parts)])
 
 
+class Returning(Grouped):
+    """Returns the parts beside what it does with the whole."""
+
+    def forward(self, x, lengths):
+        x = self.blocks[0](x)
+        return {"parts": torch.split(x, lengths.tolist()), "y": self.blocks[1](x)}
+
+
+def test_the_model_may_return_parts():
+    # MiniMax M3 returns the features image by image, and looks at none; the lengths were made up
+    # when nothing of the model ran any more, and a stage asked for one that it could not know.
+    model = Returning(plainly)
+    pipe = pipeline(model, (), inputs(2, 3), split_spec=CUT)
+
+    for given in (inputs(2, 3), inputs(4, 1), inputs(2, 2)):
+        assert_same(run(model, (), given), run(pipe, (), given))
+    with pytest.raises(FxpipeError, match="lengths: expected"):
+        pipe(**inputs(3, 2, 1))
+
+
 @pytest.mark.parametrize("join", [plainly, by_name, from_a_holder])
 def test_what_is_only_put_together_again_fits_any_number(join):
     torch.manual_seed(0)

@@ -49,14 +49,36 @@ class Widens(Asks):
         return x.expand(2 if x.shape[0] == 1 else x.shape[0], 4)
 
 
+class Stretches(Asks):
+    """Repeats one row as often as there are rows; there is no need if it is the only one."""
+
+    def between(self, x: Tensor) -> Tensor:
+        bias = self.a(torch.ones(x.shape[0], 4, dtype=x.dtype))
+        if bias.shape[0] == 1:
+            bias = bias.repeat(x.shape[0], 1)
+        return x + bias
+
+
+class StretchesOnce(Asks):
+    """Changes what it has repeated, which for one row is a copy and else the tensor itself."""
+
+    def between(self, x: Tensor) -> Tensor:
+        y = x * 1
+        z = y.repeat(x.shape[0], 1) if x.shape[0] == 1 else y
+        z += 1
+        return y + z
+
+
 def split(model: nn.Module) -> nn.Module:
     x = torch.randn(2, 4)
     return pipeline(model, (x,), split_spec={"b": SplitPoint.BEGINNING}, check=False)
 
 
-def test_one_row_is_taken_where_the_model_does_the_same() -> None:
+@pytest.mark.parametrize("kind", [Asks, Stretches])
+def test_one_row_is_taken_where_the_model_does_the_same(kind: type[Asks]) -> None:
     # univnet asks so in front of a broadcast; microbatches of one row were refused.
-    model = Asks()
+    # sam_hq repeats the rows of a feature if it has one, which for one row in all does nothing.
+    model = kind()
     pipe = split(model)
 
     for rows in (1, 2, 3):
@@ -64,7 +86,7 @@ def test_one_row_is_taken_where_the_model_does_the_same() -> None:
         assert_same(run(model, (x,), {}), run(pipe, (x,), {}))
 
 
-@pytest.mark.parametrize("kind", [Doubles, Trains, Widens])
+@pytest.mark.parametrize("kind", [Doubles, Trains, Widens, StretchesOnce])
 def test_one_row_is_refused_where_the_model_does_something_else(kind: type[Asks]) -> None:
     model = kind()
     pipe = split(model)

@@ -71,6 +71,7 @@ FULL = _names(
     """
     idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
     audioflamingo3 exaone4_5_vision flaubert nemotron3_5_asr nemotron_asr_streaming
+    nemotron3_5_transcribe_audio
     qwen2_5_vl_vision qwen2_audio rt_detr rt_detr_v2 univnet voxtral xlm
     afmoe aimv2 aimv2_vision_model altclip apertus arcee aria_text audio-spectrogram-transformer
     axk1 axk2 aya_vision beam beit bert-generation big_bird bigbird_pegasus biogpt bit bitnet
@@ -125,11 +126,10 @@ FIXED_SIZES = _names(
     """
     bamba mamba2 deepseek_v2 vilt
     cpmant exaone4_5 gemma3 glm46v glm4v hyperclovax_vision_v2
-    idefics2 nemotron3_5_transcribe_audio nemotron_asr_streaming_encoder qwen2_5_vl
+    idefics2 funnel minimax_m3_vl nemotron_asr_streaming_encoder qwen2_5_vl
     qwen2_vl qwen3_5_moe qwen3_vl_moe smolvlm udop
     """
 )
 
-# Funnel keeps its pooling level and length on a module; RWKV rescales its weights in its
-# first evaluation.
-REFUSED = ["funnel", "rwkv"]
+# RWKV rescales its weights in its first evaluation.
+REFUSED = ["rwkv"]

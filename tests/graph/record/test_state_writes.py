@@ -281,6 +281,48 @@ def test_state_that_each_run_sets_anew_is_no_reason_to_refuse() -> None:
         assert torch.equal(pipe(x), plain(x))
 
 
+class Level(nn.Module):
+    """Helpers that are methods of a module whose forward nobody calls, as Funnel has them."""
+
+    level: int | None = None
+
+    def begin(self) -> None:
+        self.level = 1
+
+    def deepen(self) -> None:
+        assert self.level is not None
+        self.level *= 2
+
+
+class Deepening(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooling = Level()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.pooling.begin()
+        x = self.a(x) * self.pooling.level
+        self.pooling.deepen()
+        pipe_split()
+        return self.b(x) * self.pooling.level
+
+
+@pytest.mark.parametrize("level", [None, 1, 2, 3])
+def test_a_run_may_read_what_it_has_set(level: int | None) -> None:
+    # Funnel sets its pooling level and multiplies it; the level that it read first was taken for
+    # one that the run before had left.
+    model = Deepening()
+    plain = copy.deepcopy(model)
+    model.pooling.level = level
+
+    pipe = pipeline(model, (X,))
+
+    for _ in range(2):
+        assert torch.equal(pipe(X), plain(X))
+        assert model.pooling.level == plain.pooling.level == 2
+        model.pooling.level = 7
+
+
 @pytest.mark.parametrize("kind", [Warming, Rescaled])
 def test_state_that_a_later_run_may_decide_by_is_refused(kind: type[Net]) -> None:
     # A count does the same in the first two runs; only the state it leaves tells of the third.

@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.errors import PlanError
 from fxpipe.planner.cost.presets import HARDWARE
-from fxpipe.planner.known_models import gpt, known_model
+from fxpipe.planner.known_models import KNOWN, gpt, known_model
 from fxpipe.planner.plan import plan
 from fxpipe.planner.plan_report import what_if_rows
 from fxpipe.planner.plan_text import cost_lines
@@ -37,10 +37,10 @@ def planned(widths, schedule, per_rank, limit=None, ranks=2):
     )  # fmt: skip
 
 
-def every_cut(found):
-    """All options of the plan's candidate, one for each division in order."""
+def every_cut(found, candidate=None):
+    """All options of a candidate, the plan's own if none is given, one for each division."""
     search = Search(found.question.pricing)
-    candidate = found.best.candidate
+    candidate = candidate or found.best.candidate
     count = len(search.load(candidate).nodes)
     for inner in itertools.combinations(range(1, count), candidate.num_stages - 1):
         ends = (*inner, count)
@@ -79,6 +79,36 @@ def test_no_cut_of_a_random_model_is_quicker_and_what_fits_is_found(seed):
 @pytest.mark.parametrize("seed", range(100, 180))
 def test_no_cut_of_many_random_models_is_quicker(seed):
     assert_no_cut_is_better(*random_case(seed, 5, 9))
+
+
+@pytest.mark.parametrize(
+    ("widths", "count", "schedules"),
+    [
+        ([512] * 3 + [8192, 8192] + [512] * 4, 2, ["DualPipeV", "InterleavedZeroBubble", "ZBH2"]),
+        ([2048] * 9, 3, ["Interleaved1F1B", "1F1B", "Wave", "VHalf"]),
+        ([256, 8192, 512, 4096, 1024, 256, 2048, 512], 3, ["LoopedBFS", "ZBH2", "GPipe"]),
+    ],
+)
+@pytest.mark.parametrize("offload", [0, 2])
+def test_no_schedule_with_any_stages_per_rank_is_quicker(widths, count, schedules, offload):
+    # What was guessed 20 % slower was not tried even where all takes a second: in 8 of 44 random
+    # cases another schedule or number of stages was 2 to 6 % quicker.
+    rows = torch.zeros(512, widths[0], device="meta")
+    asked = {"schedules": schedules, "data_parallel": 1, "microbatch_sizes": (512,)}
+    asked |= {"checkpointing": "none", "stages_per_rank": (1, 2, 3), "offload": offload}
+    found = plan(chain(widths), (rows,), BARE, 2, 512 * count, **asked)
+
+    space = found.question.space
+    tried = candidates(2, 512 * count, len(widths) - 1, space, fixed_stages=None)
+    options = [option for candidate in tried for option in every_cut(found, candidate)]
+    least = min(option.peak for option in options)
+    assert found.step_time <= 1.01 * min(option.step_time for option in options)
+    for room in (1.001, 1.05):
+        limit = room * least
+        tight = plan(chain(widths), (rows,), BARE, 2, 512 * count, limit, **asked)
+        fitting = [option.step_time for option in options if option.peak <= limit]
+        assert tight.best.peak <= limit
+        assert tight.step_time <= 1.01 * min(fitting)
 
 
 @pytest.mark.full
@@ -186,3 +216,12 @@ def test_repeated_blocks_of_unequal_weight_stay_whole():
     for count in (2, 4, 6):
         assert opened_for(wrapped, count) <= {"", "layers"}
     assert opened_for(wrapped, 7) > {"", "layers"}
+
+
+def test_layers_of_a_deep_model_stay_whole_on_any_number_of_ranks():
+    # On 1,024 ranks DeepSeek-V3's layers were opened, since its first three weigh less: full
+    # checkpointing kept all of the experts, and the plan had an MFU of 10 %.
+    sizes = replace(KNOWN["deepseek-v3"], layers=20, vocabulary=1024)
+    model, _ = known_model(sizes)
+
+    assert opened_for(model, 4096) <= {"", "layers"}

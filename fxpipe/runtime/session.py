@@ -248,8 +248,6 @@ class Session:
                     replicas.give_up(message)
                 finally:
                     replicas.end(succeeded=False)
-                    for sync in syncs.values():
-                        sync.reshard()
         except BaseException as other:
             replicas.break_off(message)
             note(error, f"replicas were told, but not waited for: {in_words(other)}")

@@ -29,7 +29,10 @@ from fxpipe import (
 from fxpipe.runtime.control.ballot import BALLOTS, Ballot, SilentReplicaError, ballot_of
 from fxpipe.runtime.parameters.ddp import DdpSync
 from fxpipe.runtime.parameters.fsdp import FsdpSync
+from fxpipe.runtime.parameters.replicas import Replicas
 from fxpipe.runtime.wire.failure import Deadline
+from fxpipe.torch_inside import default_store
+from tests.distributed import test_faults
 from tests.distributed.bodies import blocks, layout, mse, plain_gradients, rand
 from tests.distributed.ranks import run_on_ranks
 from tests.runtime.training import assert_close
@@ -359,12 +362,15 @@ def late_replica(rank: int, wrapper: str, call: str) -> None:
     stage = PipelineStage(wrapped, 0, 1, "cpu", group=alone[rank])
     made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=2.0)
     made.step(rand(8, 8), target=rand(8, 8))
-    if rank == 1:
-        time.sleep(5.0)  # what the other has sent before it gave up would be enough for a step
+    store = default_store()
+    if rank == 1:  # what the other has sent before it gave up would be enough for a step
+        with contextlib.suppress(RuntimeError):
+            store.wait(["the other gave up"], datetime.timedelta(seconds=40))
     start = time.monotonic()
     with pytest.raises(RemoteStageError, match="did not answer"):
         getattr(made, call)(rand(8, 8), target=rand(8, 8))
     assert time.monotonic() - start < 30.0  # the group's own limit is 150
+    store.set("the other gave up", "")
     with pytest.raises(RemoteStageError, match=r"did not answer[^$]*make (the groups anew|a new)"):
         made.step(rand(8, 8), target=rand(8, 8))
 
@@ -400,15 +406,16 @@ def test_a_limit_of_the_replicas_own_group_is_named(wrapper: str) -> None:
     assert "make that group with a longer timeout" in waiting
 
 
-def cannot_begin(rank: int, wrapper: str) -> None:
+def cannot_begin(rank: int, wrapper: str, what: str) -> None:
     _, made = side_by_side(rank, wrapper, timeout=60.0)
     x, y = rand(8, 8), rand(8, 8, seed=2)
     made.step(x, target=y)
+    kinds: dict[str, type] = {"ddp": DdpSync, "fsdp": FsdpSync}
+    place = (Replicas, "_open") if what == "vote" else (kinds[wrapper], "begin")
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if rank == 2:
-            kind = DdpSync if wrapper == "ddp" else FsdpSync
-            stack.enter_context(mock.patch.object(kind, "begin", no_memory))
+            stack.enter_context(mock.patch.object(*place, no_memory))
         stack.enter_context(pytest.raises((MemoryError, RemoteStageError), match=r"no room|answer"))
         made.step(x, target=y)
     assert time.monotonic() - start < 30.0
@@ -417,34 +424,12 @@ def cannot_begin(rank: int, wrapper: str) -> None:
     assert time.monotonic() - start < 30.0
 
 
+@pytest.mark.parametrize("what", ["sync", "vote"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_a_replica_that_cannot_begin_a_step_wakes_the_others(wrapper: str) -> None:
-    # It had no collectives to make, told nobody, and the others waited for the timeout.
-    run_on_ranks(4, cannot_begin, wrapper)
-
-
-def slow_evaluation(rank: int) -> str:
-    """Rank 1 evaluates for longer than the timeout, after all have gathered."""
-    shared = dist.new_group([0, 1])
-    alone = [dist.new_group([0]), dist.new_group([1])]
-    module = blocks(1)[0]
-    stage = PipelineStage(wrap(module, "fsdp", shared), 0, 1, "cpu", group=alone[rank])
-    made = Schedule1F1B([stage], 2, loss_fn=mse, timeout=3.0)
-    made.step(rand(8, 8), target=rand(8, 8))
-    made.eval(rand(8, 8))
-    if rank == 1:
-        module.linear.register_forward_pre_hook(lambda *_: time.sleep(3.0))
-    with pytest.raises(RemoteStageError) as caught:
-        made.eval(rand(8, 8))
-    return str(caught.value)
-
-
-def test_a_vote_that_one_replica_has_given_up_counts_for_none() -> None:
-    # The later one would find the other's vote, and be the only one that succeeds.
-    waited, late = run_on_ranks(2, slow_evaluation)
-
-    assert "did not answer" in waited
-    assert "it has given this step up" in late or "did not answer within" in late
+def test_a_replica_that_cannot_begin_a_step_wakes_the_others(wrapper: str, what: str) -> None:
+    # It had no collectives to make, told nobody, and the others waited for the timeout. One that
+    # had compared nothing took that for a yes, and reduced alone.
+    run_on_ranks(4, cannot_begin, wrapper, what)
 
 
 def reshards_alone(rank: int) -> bool:
@@ -731,6 +716,81 @@ def second_fault(rank: int, call: str, where: str) -> None:
 def test_a_replica_that_fails_twice_wakes_the_others(call: str, where: str) -> None:
     # The second failure was a note, and the others waited for the timeout.
     run_on_ranks(4, second_fault, call, where)
+
+
+def gathers_and_fails(sync: FsdpSync) -> None:
+    sync.ready()
+    raise MemoryError("no room for what is reduced")
+
+
+def refused_before_it_reduces(rank: int) -> None:
+    """Replicas of one whose step is refused, and that cannot do all of its collectives either."""
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    module = blocks(2)[place]
+    stage = PipelineStage(wrap(module, "fsdp", dp[place]), place, 2, "cpu", group=pp[replica])
+    made = Schedule1F1B([stage], 4, loss_fn=mse, timeout=60.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    few = 3 if replica == 1 else 8
+    with contextlib.ExitStack() as stack:
+        if replica == 1:
+            stack.enter_context(mock.patch.object(FsdpSync, "reduce", gathers_and_fails))
+        stack.enter_context(pytest.raises(Exception, match="4 microbatches"))
+        made.step(rand(8, 8)[:few], target=rand(8, 8)[:few])
+    assert all(hasattr(p, "device_mesh") for p in module.parameters())
+
+
+def test_a_step_that_is_refused_leaves_no_stage_gathered() -> None:
+    # Whoever saves the parameters after an error expects the sharded ones.
+    run_on_ranks(4, refused_before_it_reduces)
+
+
+class LateFault(test_faults.Faulty):
+    """Raises in its last backward once it is armed, and uses a second layer where told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8).double()
+        self.uses_extra = True
+
+    def maybe_raise(self, where: str) -> None:
+        if self.armed == where:
+            self.calls += 1
+            if self.calls == 4:
+                time.sleep(1.0)  # what others have to do they have done
+                raise KeyError("only this replica's bug")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = super().forward(x)
+        return h + self.extra(h) if self.uses_extra else h
+
+
+def fails_at_the_end(rank: int, odd: int) -> None:
+    pp = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dp = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    replica, place = rank // 2, rank % 2
+    torch.manual_seed(0)
+    module = [LateFault(), LateFault()][place]
+    wrapped: Any = wrap(module, "ddp", dp[place])
+    stage = PipelineStage(wrapped, place, 2, "cpu", group=pp[replica])
+    made = Schedule1F1B([stage], 4, loss_fn=weighted, timeout=60.0)  # puts old gradients aside
+    with wrapped.no_sync():
+        made.step(rand(8, 8, seed=replica), target=rand(8, 8))
+    kept = [(p, p.grad, p.grad.clone()) for p in wrapped.parameters()]
+    module.uses_extra, module.armed = False, "backward" if rank == odd else ""
+    with pytest.raises((KeyError, RemoteStageError), match="only this replica's bug"):
+        made.step(rand(8, 8), target=rand(8, 8))
+    for p, grad, before in kept:
+        assert p.grad is grad
+        assert torch.equal(grad, before)
+
+
+@pytest.mark.parametrize("odd", [2, 3])
+def test_a_step_that_fails_after_others_have_reduced_changes_no_gradient(odd: int) -> None:
+    # If rank 2 fails, ranks 1 and 3 have averaged what the step without sync has left. If rank 3
+    # does, rank 1 has zeros in the place of gradients that nobody has made.
+    run_on_ranks(4, fails_at_the_end, odd)
 
 
 class Sized(nn.Module):

@@ -20,7 +20,9 @@ from fxpipe import (
     SplitPoint,
     pipeline,
 )
+from fxpipe.runtime.control import group_control
 from fxpipe.runtime.step_run import StepRun
+from fxpipe.runtime.wire.sockets import LARGEST
 from tests.distributed.bodies import (
     blocks,
     by_group_alone,
@@ -30,7 +32,7 @@ from tests.distributed.bodies import (
     rand,
     stages_of,
 )
-from tests.distributed.ranks import RankFailedError, run_on_ranks
+from tests.distributed.ranks import RankFailedError, answers_of_ranks, run_on_ranks
 from tests.runtime.training import assert_close
 
 SOON = 30.0  # who is told nothing waits for minutes; at once may be long on a busy machine
@@ -269,6 +271,28 @@ def test_a_lost_process_is_noticed_by_all_others(lost: int, way: str) -> None:
     assert str(caught.value).count("--- rank") == 1
 
 
+def much_to_drain(rank: int) -> None:
+    """Rank 0 fails and owes more than sockets hold; its next exchange goes over the group."""
+    modules: list[Any] = [Faulty(), Sleeper(0.5)]
+    stages = stages_of(modules, [rank])
+    x = rand(16 * LARGEST // 64, 8)
+    with mock.patch.object(group_control, "_FEW", 0):
+        made = Schedule1F1B(stages, 16, loss_fn=mse, timeout=20.0)
+        found = made.eval(x)
+        modules[0].armed, modules[1].is_slow = "forward", True
+        with pytest.raises((KeyError, RemoteStageError), match="4711"):
+            made.eval(x)
+        modules[0].armed, modules[1].is_slow = "", False
+        again = made.eval(x)
+    if rank:
+        assert torch.equal(found, again)
+
+
+def test_a_rank_that_fails_waits_until_all_that_it_owes_has_left() -> None:
+    # In the exchange that follows it writes and reads nothing else: the other one would wait.
+    run_on_ranks(2, much_to_drain)
+
+
 class Mortal(nn.Module):
     """Ends its process in its third forward once it is armed."""
 
@@ -304,6 +328,30 @@ def test_a_process_lost_inside_a_step_is_noticed_by_all_others(lost: int, way: s
 
     assert f"rank {lost}: did not survive: exit code 3" in str(caught.value)
     assert str(caught.value).count("--- rank") == 1
+
+
+def lost_with_the_store(rank: int) -> float:
+    """Seconds in which the loss of rank 0 is noticed; rank 1 keeps its schedule for long."""
+    modules = [Mortal(), *blocks(3)[1:]]
+    made = Schedule1F1B(stages_of(modules, [rank]), 4, loss_fn=mse, timeout=60.0)
+    made.step(rand(8, 8), target=rand(8, 8))
+    modules[0].left = 3
+    start = time.monotonic()
+    with pytest.raises(RemoteStageError, match="rank 0"):
+        made.step(rand(8, 8), target=rand(8, 8))
+    took = time.monotonic() - start
+    if rank == 1:
+        time.sleep(20.0)
+    return took
+
+
+def test_who_knows_of_a_loss_and_cannot_say_so_wakes_the_others() -> None:
+    # Rank 2 waits for rank 1 alone, and with rank 0 the store is gone: a connection that ends is
+    # the only word that is left.
+    lost, *others = answers_of_ranks(3, lost_with_the_store, holds_store=True)
+
+    assert not lost[0]
+    assert all(is_ok and took < 15.0 for is_ok, took in others), others
 
 
 def wrong_stages(rank: int) -> None:

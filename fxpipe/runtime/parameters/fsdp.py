@@ -122,7 +122,6 @@ class FsdpSync:
     def reduce(self) -> None:
         """Start to reduce; what a replica has not used takes part as zeros."""
         self.ready()
-        self._leave_pass()
         if self._has_reduced or not self._may_reduce():
             return
         self._has_reduced = True

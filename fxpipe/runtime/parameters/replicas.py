@@ -86,12 +86,13 @@ class Replicas:
         try:
             for sync in self._syncs:
                 sync.begin(earlier, reduces=self._reduces, may_reduce=self._may_reduce)
+            for group in self._groups:
+                trained = [sync for sync in self._of(group) if self._trains]
+                what = [(sync.trained.digest, sync.reduces) for sync in trained]
+                self._open(group, zlib.crc32(repr(what).encode()))
         except BaseException as error:  # its collectives cannot be made, and others wait for them
             self.break_off(in_words(error))
             raise
-        for group in self._groups:
-            what = [(sync.trained.digest, sync.reduces) for sync in self._of(group) if self._trains]
-            self._open(group, zlib.crc32(repr(what).encode()))
 
     def begin_failed(self) -> None:
         """Begin the step, if it has not begun, of a replica that has failed before: none reduces.
@@ -241,13 +242,10 @@ class Replicas:
             if is_lost(group) or group in self._voted:
                 continue
             self._voted.append(group)
-            with contextlib.suppress(SilentReplicaError):
-                if group not in self._opened:
-                    self._open(group, _FAILED)
-                with asked(group):
-                    ballot = ballot_of(group, self._deadline)
-                    ballot.say(message)
-                    ballot.cast([True, False], self._deadline)
+            with contextlib.suppress(SilentReplicaError), asked(group):
+                ballot = ballot_of(group, self._deadline)
+                ballot.say(message)
+                ballot.cast([True, False], self._deadline)
 
     def break_off(self, message: str) -> None:
         """This replica makes no more collectives and votes: wake who waits for it, now or later."""

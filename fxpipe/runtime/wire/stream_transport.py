@@ -15,6 +15,7 @@ host looks at the transfers instead, without blocking:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,7 @@ class _Transfer:
     peer: int
     tensors: list[torch.Tensor]
     works: list[dist.Work]
+    number: int
 
     @property
     def is_done(self) -> bool:
@@ -76,6 +78,7 @@ class StreamTransport:
         self._sent: deque[_Transfer] = deque()
         self._received: deque[_Transfer] = deque()
         self._connected: set[tuple[int, int]] = set()
+        self._posted = itertools.count()
 
     def begin(self, deadline: Deadline, number: int) -> None:
         del number  # messages are told apart by their order alone
@@ -85,7 +88,7 @@ class StreamTransport:
         self._tidy()
         dense = [as_dense(t) for t in tensors]
         works = [self._lanes[lane].send([as_bytes(t)], peer, 0) for t in dense]
-        sent = _Transfer(peer, dense, works)
+        sent = _Transfer(peer, dense, works, next(self._posted))
         self._sent.append(sent)
         return sent
 
@@ -95,8 +98,9 @@ class StreamTransport:
         self._tidy()
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         works = [self._lanes[lane].recv([as_bytes(t)], peer, 0) for t in tensors]
-        self._received.append(_Transfer(peer, [], works))
-        return _Arriving(peer, tensors, works, self._tidy)
+        number = next(self._posted)
+        self._received.append(_Transfer(peer, [], works, number))
+        return _Arriving(peer, tensors, works, number, self._tidy)
 
     def release(self, handle: _Transfer) -> None:
         """Let go of what was sent: the device waits until it has been read, the host does not."""
@@ -129,12 +133,12 @@ class StreamTransport:
             time.sleep(_PAUSE)
 
     def oldest(self) -> int | None:
-        """The other end of the oldest message that is not done; asked from any thread."""
-        for transfers in (self._received, self._sent):
-            for transfer in tuple(transfers):
-                if not transfer.is_done:
-                    return transfer.peer
-        return None
+        """The other end of the oldest message that is not done; asked from any thread.
+
+        Later ones may wait for it, in a queue or for what is computed from it.
+        """
+        waiting = [one for one in (*self._received, *self._sent) if not one.is_done]
+        return min(waiting, key=lambda one: one.number).peer if waiting else None
 
     def abandon(self) -> None:
         self._sent.clear()

@@ -37,3 +37,25 @@ def late_receiver(rank: int) -> None:
 def test_the_end_of_a_step_waits_for_all_messages() -> None:
     # Nothing failed where it did not: in tests the readers of messages have waited for them.
     run_on_ranks(2, late_receiver, backend="nccl_rank")
+
+
+def both_ways(rank: int, first: str) -> int | None:
+    """Whom rank 0 names, who sends to rank 1 and receives from rank 2, and neither comes."""
+    transport = StreamTransport([dist.group.WORLD], "pair", lambda: False)
+    transport.begin(Deadline(60.0), 1)
+    if rank:
+        return None
+    if first == "send":
+        transport.send(1, [torch.ones(3)])
+    transport.recv(2, [((3,), torch.float32)], CPU)
+    if first == "receive":
+        transport.send(1, [torch.ones(3)])
+    return transport.oldest()
+
+
+@pytest.mark.parametrize(("first", "peer"), [("send", 1), ("receive", 2)])
+def test_who_does_not_answer_is_at_the_other_end_of_the_oldest_message(
+    first: str, peer: int
+) -> None:
+    # It was who had not sent, though a queue may hold up a receive behind an older send.
+    assert run_on_ranks(3, both_ways, first, backend="nccl_pair")[0] == peer

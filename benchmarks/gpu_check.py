@@ -407,22 +407,30 @@ def _peak(step: Callable[[], None], device: torch.device) -> float:
 
 
 def _predicted(made: _Made, schedule: str, rank: int, num_ranks: int) -> float:
-    """The simulator's peak, from what one microbatch leaves for its backward."""
-    x = made.x[: made.rows]
-    saved: dict[int, int] = {}
+    """The simulator's peak, from what one microbatch leaves for its backward in each stage.
 
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) and tensor._base is None:
+    The batch is not among it, which the first stage keeps: it is there before the step.
+    """
+    batch, h = made.x.untyped_storage().data_ptr(), made.x[: made.rows]
+    costs = []
+    for i, module in enumerate(made.plain):
+        saved: dict[int, int] = {}
+        there = {batch, *(p.untyped_storage().data_ptr() for p in module.parameters())}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
             saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-        return tensor
+            return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        made.plain[0](x.detach().requires_grad_())
-    weights = float(sum(p.nbytes for p in made.plain[0].parameters()))
-    cost = StageCost(residual=float(sum(saved.values())), weight_grad=weights)
-    costs = StageCosts((cost,) * made.num_stages, activation=float(x.nbytes))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            h = module(h.detach().requires_grad_())
+            if i == made.num_stages - 1:
+                _mse(h, made.x[: made.rows])
+        residual = sum(size for place, size in saved.items() if place not in there)
+        weights = sum(p.nbytes for p in module.parameters())
+        costs.append(StageCost(residual=float(residual), weight_grad=float(weights)))
     program = SCHEDULES[schedule].generator(num_ranks, made.num_stages, MICROBATCHES)
-    return simulate(lower(program), costs).peak_memory[rank]
+    priced = StageCosts(tuple(costs), activation=float(h.nbytes))
+    return simulate(lower(program), priced).peak_memory[rank]
 
 
 def _fault(

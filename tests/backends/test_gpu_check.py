@@ -1,6 +1,7 @@
 """`make gpu-check` works, so that the first person with GPUs gets a report and no traceback."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -33,14 +34,18 @@ def test_the_report_says_what_was_tried_and_that_all_is_right(way: int, tmp_path
     report = tmp_path / "new" / "report.txt"
 
     done = run(
-        *("--emulated", "--ways", str(way), "--schedules", "1F1B", "--steps", "1"),
+        *("--emulated", "--ways", str(way), "--schedules", "1F1B", "GPipe", "--steps", "1"),
         *("--report", str(report)),
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
     lines = report.read_text().splitlines()
     assert lines[-1] == "everything is right"
-    for what in ("1F1B", "queues", "a stage raises", "a rank hangs", "a rank dies"):
+    for line in [line for line in lines if line.startswith(("1F1B ", "GPipe "))]:
+        # The batch was among what the first stage keeps: 1.2 MB were predicted for 721 kB.
+        peak, predicted = map(float, re.findall(r"([\d.]+) kB", line))
+        assert 0.8 < predicted / peak < 1.1, line
+    for what in ("1F1B", "GPipe", "queues", "a stage raises", "a rank hangs", "a rank dies"):
         found = [line for line in lines if line.startswith(what + " ")]
         assert len(found) == way and all("  ok" in line for line in found)
 

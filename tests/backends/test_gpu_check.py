@@ -180,7 +180,10 @@ def test_what_was_found_before_the_check_was_stopped_is_in_the_report(tmp_path: 
     report = tmp_path / "report.txt"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--emulated", "--schedules", "1F1B"]
     process = subprocess.Popen(
-        [*command, "--steps", "1", "--report", str(report)], stderr=subprocess.DEVNULL
+        [*command, "--steps", "1", "--report", str(report)],
+        stderr=subprocess.DEVNULL,
+        # In the background a shell's commands ignore Ctrl-C, and so would this one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (report.exists() and "== emulated" in report.read_text()):
         assert process.poll() is None

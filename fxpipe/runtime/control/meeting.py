@@ -151,13 +151,15 @@ def _hello(board: Board, mine: Mapping[str, Any], deadline: Deadline) -> list[di
     """Tell in the store that this rank is here, and wait for the others."""
     store, rank = board.store, board.rank
     keys = [board.key(f"hello/{peer}") for peer in range(board.size)]
-    word = {**mine, "token": os.urandom(8).hex(), "heard": {}}
+    word = board.word
+    word.update(mine)
     words = {rank: word}
     missing, pause = [peer for peer in range(board.size) if peer != rank], 0.001
     store.patience = deadline.left()
+    board.doubt = min(board.doubt, deadline.left() / 2)
     try:
-        board.look_and_raise()
-        store.set(keys[rank], json.dumps(word))
+        board.come()
+        board.greet()
         while missing:
             told = dict(word["heard"])
             for peer in list(missing):
@@ -167,7 +169,7 @@ def _hello(board: Board, mine: Mapping[str, Any], deadline: Deadline) -> list[di
                     if found["heard"].get(str(rank)) == word["token"]:
                         missing.remove(peer)
             if told != word["heard"]:
-                store.set(keys[rank], json.dumps(word))
+                board.greet()
                 continue
             if not missing:
                 break

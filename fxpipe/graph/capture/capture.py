@@ -35,7 +35,9 @@ from fxpipe.graph.capture.dtype_following import (
 )
 from fxpipe.graph.capture.one_row import taking_one
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
-from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownLengthError, UnknownSizeError
+from fxpipe.graph.capture.traced_graph import (
+    TracedGraph, UnknownLengthError, UnknownSizeError, UnlikeModesError,
+)  # fmt: skip
 from fxpipe.graph.capture.train_eval import merge_modes
 from fxpipe.graph.dims import free_names, text
 from fxpipe.graph.inputs import name_call, parameters_of
@@ -143,6 +145,9 @@ def _use(use: Callable[[TracedGraph], Used], task: Task, settings: Settings) -> 
                 continue
             except UnknownSizeError as error:
                 first, may_follow = first or error, True
+            except UnlikeModesError as error:
+                first, may_follow = first or error, False
+                task.other_mode.append(error)
         if may_follow and not settings.follows_example:
             why = f"with the values of the example ({_first_line(first)})"
             settings = dataclasses.replace(settings, follows_example=True, why=why)

@@ -12,7 +12,7 @@ from fxpipe.graph.facts import Facts
 from fxpipe.graph.guard.world import World
 from fxpipe.graph.inputs import InputSignature
 
-__all__ = ["TracedGraph", "UnknownLengthError", "UnknownSizeError"]
+__all__ = ["TracedGraph", "UnknownLengthError", "UnknownSizeError", "UnlikeModesError"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class TracedGraph:
 
 class UnknownLengthError(SplitError):
     """A list would cross a boundary whose length is a size."""
+
+
+class UnlikeModesError(SplitError):
+    """A value on a stage boundary looks different in training and in evaluation."""
 
 
 class UnknownSizeError(SplitError):

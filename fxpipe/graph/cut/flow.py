@@ -23,7 +23,9 @@ from torch import fx
 from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, dtype_of, given
 from fxpipe.graph.calls.late_lists import ManySpec
-from fxpipe.graph.capture.traced_graph import TracedGraph, UnknownLengthError, UnknownSizeError
+from fxpipe.graph.capture.traced_graph import (
+    TracedGraph, UnknownLengthError, UnknownSizeError, UnlikeModesError,
+)  # fmt: skip
 from fxpipe.graph.capture.train_eval import ModeDependent, choose
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.facts import Facts, leaves_of
@@ -245,7 +247,7 @@ class Flow:
         if isinstance(spec, ManySpec):
             raise UnknownLengthError(self._a_list(node))
         if isinstance(spec, ModeDependent):
-            raise SplitError(
+            raise UnlikeModesError(
                 f"{node.name} ({self.facts[node].where}) is {spec.training} in training and "
                 f"{spec.evaluation} in evaluation, so it cannot cross a stage boundary; "
                 "move the split"

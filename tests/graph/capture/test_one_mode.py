@@ -62,6 +62,20 @@ class Rescaled(nn.Module):
         return x
 
 
+class GroupsInTraining(nn.Module):
+    """Has more queries while it trains, as rf_detr does."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(6, 4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        queries = self.queries if self.training else self.queries[:2]
+        x = self.layers[0](x[:, None] + queries)
+        return self.layers[1](x)
+
+
 SPEC = {"layers.1": SplitPoint.BEGINNING}
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
 
@@ -114,6 +128,19 @@ def test_parameters_that_one_mode_changes_are_left_alone():
 def test_the_mode_that_the_model_is_in_must_work(fault):
     with pytest.raises((TraceError, NotImplementedError), match=r"no evaluation|value of a tensor"):
         pipeline(TrainsOnly(fault).eval(), (X,), split_spec=SPEC)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_value_of_other_sizes_in_the_other_mode_may_cross(training):
+    model = GroupsInTraining().train(training)
+
+    pipe = pipeline(model, (X,), split_spec=SPEC)
+
+    assert_parity(pipe, model, (X,))
+    assert_parity(pipe, model, (torch.randn(5, 4),))
+    pipe.train(not training)
+    with pytest.raises(TraceError, match=r"float32\[batch, 6, 4\] in training and float32"):
+        pipe(X)
 
 
 def test_wav2vec2_with_its_default_layerdrop_evaluates():

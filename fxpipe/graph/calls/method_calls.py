@@ -11,16 +11,19 @@ Out: a `MethodCall`, which gets those parts before the arguments. In place of th
 
 from __future__ import annotations
 
+import dataclasses
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from fxpipe.errors import InputError
 from fxpipe.graph.calls.graph_calls import GraphCall
 from fxpipe.graph.nested import has_tensor
 from fxpipe.torch_inside import BUFFERS, MODULES, PARAMETERS
 
-__all__ = ["MethodCall", "module_at"]
+__all__ = ["MethodCall", "Seen", "module_at"]
 
 _HOMES = (MODULES, PARAMETERS, BUFFERS)
 _USUAL = frozenset({*vars(nn.Module()), "training"})
@@ -34,15 +37,19 @@ class MethodCall(GraphCall):
         self._function = function
         self._kind: type | None = None if owner is None else type(owner)
         self._key = (function, id(owner))
+        known = {} if owner is None else vars(owner)
         self.attributes = {
             name: value
-            for name, value in (vars(owner).items() if owner is not None else ())
-            if name not in _USUAL and not has_tensor(value)
+            for name, value in known.items()
+            if name not in _USUAL and not has_tensor(value) and not _has_module(value)
         }
+        self._homes = {home: tuple(known.get(home, ())) for home in _HOMES}
         self._empty = {
-            home: [name for name, part in vars(owner)[home].items() if part is None]
-            for home in (_HOMES if owner is not None else ())
+            home: [name for name in names if known[home][name] is None]
+            for home, names in self._homes.items()
         }
+        self.empty = [name for names in self._empty.values() for name in names]
+        self._others = set(known) - set(self.attributes) - _USUAL | {"training"}
 
     def __eq__(self, other: object) -> bool:
         # A trace in each mode makes a call of its own: they are the same.
@@ -52,42 +59,56 @@ class MethodCall(GraphCall):
         return hash(self._key)
 
     def __call__(self, parts: Mapping[str, Any], *args: object, **kwargs: object) -> object:
-        return self._function(*self._shells(parts), *args, **kwargs)
+        return self._function(*self._shells(parts, Seen()), *args, **kwargs)
 
-    def noting(self, parts: Mapping[str, Any], used: dict[str, None]) -> Callable[..., object]:
-        """Return a function that runs the method, and notes which parts it uses.
+    def noting(self, parts: Mapping[str, Any], seen: Seen) -> Callable[..., object]:
+        """Return a function that runs the method, and notes what it reads of its module.
 
-        It raises ValueError if the method puts something into its module.
+        It raises ValueError if the method puts something into its module, or reads more.
         """
 
         def run(*args: object, **kwargs: object) -> object:
-            shells = self._shells(parts)
-            for place in map(vars, shells):
-                place.update({home: _Noted(place[home], used) for home in _HOMES})
+            shells = self._shells(parts, seen)
             before = list(map(_inside, shells))
             output = self._function(*shells, *args, **kwargs)
-            if list(map(_inside, shells)) != before:
-                raise ValueError(f"{self.__name__} puts something into its module")
+            if seen.absent or list(map(_inside, shells)) != before:
+                raise ValueError(f"{self.__name__} does more with its module than to read parts")
             return output
 
         return run
 
-    def _shells(self, parts: Mapping[str, Any]) -> tuple[nn.Module, ...]:
+    def _shells(self, parts: Mapping[str, Any], seen: Seen) -> tuple[nn.Module, ...]:
         if self._kind is None:
             return ()
         made: nn.Module = object.__new__(self._kind)
         place = vars(made)
         place.update({**vars(nn.Module()), **self.attributes})
         del place["training"]
-        for home, names in self._empty.items():
-            place[home].update(dict.fromkeys(names))
-        for name, part in parts.items():
-            is_module = isinstance(part, nn.Module)
-            home = PARAMETERS if isinstance(part, nn.Parameter) else BUFFERS
-            place[MODULES if is_module else home][name] = part
-            if is_module:
-                made.training = part.training
+        for home, names in self._homes.items():
+            here = {name: parts[name] for name in names if name in parts}
+            here |= dict.fromkeys(self._empty[home])
+            place[home] = _Home(self.__name__, here, names, seen)
+        # Python asks the modules last for a name that is nowhere else.
+        modules = place[MODULES]
+        modules.elsewhere = self._others - set(parts)
+        modules.training = parts.get("training")
         return (made,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What a method has read of its module: parts, names that nothing has, and what is not here."""
+
+    used: dict[str, None] = dataclasses.field(default_factory=dict)
+    unknown: set[str] = dataclasses.field(default_factory=set)
+    absent: set[str] = dataclasses.field(default_factory=set)
+
+
+def _has_module(value: object) -> bool:
+    if isinstance(value, (list, tuple, set, dict)):
+        return any(map(_has_module, value.values() if isinstance(value, dict) else value))
+    bound = getattr(value, "__self__", None) if isinstance(value, types.MethodType) else None
+    return isinstance(value, nn.Module) or isinstance(bound, nn.Module)
 
 
 def _inside(shell: nn.Module) -> list[dict[str, int]]:
@@ -96,31 +117,60 @@ def _inside(shell: nn.Module) -> list[dict[str, int]]:
     return [{name: id(value) for name, value in place.items()} for place in places]
 
 
-class _Noted(dict[str, Any]):
-    """The modules, parameters or buffers of a shell; notes which of them somebody takes."""
+class _Home(dict[str, Any]):
+    """The modules, parameters or buffers of a shell; notes which of them somebody takes.
 
-    def __init__(self, content: Mapping[str, Any], used: dict[str, None]) -> None:
+    A name that the module has and the shell has not is refused: without it the code could do
+    something else (`hasattr`, `parameters()`).
+    """
+
+    def __init__(
+        self, by: str, content: Mapping[str, Any], names: tuple[str, ...], seen: Seen
+    ) -> None:
         super().__init__(content)
-        self._used = used
+        self._by, self._names, self._seen = by, names, seen
+        self.elsewhere: set[str] | None = None  # attributes that are not here; None: not asked
+        self.training: bool | None = None
 
     def plainly(self) -> dict[str, Any]:
         """Return what is in it now; nobody has taken that."""
         return dict(super().items())
 
+    def _refuse(self, name: str) -> None:
+        self._seen.absent.add(name)
+        raise InputError(
+            f"{self._by}() reads {name} of its module, and did not when it was "
+            "traced, so its stage does not have that; trace it with inputs for which it does"
+        )
+
     def __getitem__(self, name: str) -> Any:
+        if name == "training" and self.training is not None:
+            self._seen.used[name] = None
+            return self.training
         found = super().__getitem__(name)
         if found is not None:
-            self._used[name] = None
+            self._seen.used[name] = None
         return found
 
     def __contains__(self, name: object) -> bool:
-        is_there = super().__contains__(name)
+        is_there = super().__contains__(name) or (name == "training" and self.training is not None)
         if is_there:
             self[str(name)]
+        elif name in self._names or name in (self.elsewhere or ()):
+            self._refuse(str(name))
+        elif self.elsewhere is not None:
+            self._seen.unknown.add(str(name))
         return is_there
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in list(super().keys()) if name in self)
+        # Lazily: who asks for the first parameter reads no other.
+        return (name for name in [*self._names, *self._added()] if name in self)
+
+    def _added(self) -> list[str]:
+        return [name for name in dict.keys(self) if name not in self._names]
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:

@@ -88,7 +88,7 @@ class Trace(TorchFunctionMode, Seer):
         self.reads = Reads(module, running.is_read, self._leaf_calls.on_left)
         self.methods = MethodRuns(
             mode, state, running, writer, self.operations, self._inputs, self.reads, self.calls,
-            self._leaf_calls, self._leaves, to_open,
+            self._leaf_calls, self._leaves, to_open, self.on_training,
         )  # fmt: skip
         self._num_fixed_rows = 0
         if isinstance(sizes.env, TracedSizes):

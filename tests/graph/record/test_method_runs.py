@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.errors import FxpipeError, InputError
+from fxpipe.errors import FxpipeError, InputError, TraceError
 from fxpipe.graph.calls.method_calls import MethodCall
 from fxpipe.graph.markers import SplitPoint, pipe_split
 from fxpipe.graph.pipe import pipeline
@@ -200,3 +200,188 @@ def test_a_draw_in_it_comes_in_its_turn_in_training_though_traced_in_evaluation(
         stage.module.train()
 
     assert_same(run(plain, (), inputs(3), seed=3), run(pipe, (), inputs(3), seed=3))
+
+
+class LoopingMore(Images):
+    """A loop over rows that does or reads something else, too."""
+
+    table = None
+
+    def __init__(self):
+        super().__init__()
+        self.aux = []
+        self.table = torch.full((4,), 3.0)
+        self.tower.eval()
+
+    def features(self, images, lengths):
+        return {"parts": [self.tower(image[:2]) * self.factor(image) for image in images]}
+
+    def factor(self, image):
+        return 1.0
+
+
+class WithItsMode(LoopingMore):
+    def factor(self, image):
+        return 2.0 if self.training else 3.0
+
+
+class WithAModeAndAParameter(LoopingMore):
+    def features(self, images, lengths):
+        return {"parts": [i * self.newline * (2 if self.training else 3) for i in images]}
+
+
+class WithAllParameters(LoopingMore):
+    def factor(self, image):
+        return sum(parameter.sum() for parameter in self.parameters())
+
+
+class WithTheNumberOfParts(LoopingMore):
+    def factor(self, image):
+        return len(list(self.modules())) + len(self._parameters)
+
+
+class WithAQuestion(LoopingMore):
+    def factor(self, image):
+        return 2.0 if hasattr(self, "blocks") else 3.0
+
+
+class WithATensor(LoopingMore):
+    def factor(self, image):
+        return getattr(self, "table", 1.0)
+
+
+class Collecting(LoopingMore):
+    def factor(self, image):
+        self.aux.append(image.sum())
+        return 2.0
+
+    def forward(self, text, images, lengths):
+        self.aux.clear()
+        return super().forward(text, images, lengths) + sum(self.aux)
+
+
+class FillingAList(LoopingMore):
+    def fill(self, images, found):
+        for image in images:
+            found.append(self.tower(image))
+
+    def forward(self, text, images, lengths):
+        found = []
+        self.fill(images, found)
+        text = self.blocks[0](self.inlet(text))
+        return self.blocks[1](text + torch.cat(found).sum(0))
+
+
+class ReturningAnObject(LoopingMore):
+    def features(self, images, lengths):
+        found = super().features(images, lengths)
+        found["mean"] = frozenset({round(images.mean().item(), 3)})
+        return found
+
+    def forward(self, text, images, lengths):
+        text = self.blocks[0](self.inlet(text))
+        found = self.features(images, lengths)
+        text = text + torch.cat(found["parts"]).sum(0) * max(found["mean"])
+        return self.blocks[1](text)
+
+
+class ReturningNothingForSome(LoopingMore):
+    def features(self, images, lengths):
+        found = super().features(images, lengths)
+        found["mask"] = None if images[0, 0, 0] > 0 else images * 1.0
+        return found
+
+    def forward(self, text, images, lengths):
+        text = self.blocks[0](self.inlet(text))
+        found = self.features(images, lengths)
+        text = text + torch.cat(found["parts"]).sum(0)
+        return self.blocks[1](text if found["mask"] is None else text * 3.0)
+
+
+class ByValues(LoopingMore):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(4, 4)
+
+    def features(self, images, lengths):
+        towers = [self.tower if lengths[0] > 1 else self.other for _ in images]
+        found = [tower(image[:2]) for tower, image in zip(towers, images, strict=True)]
+        return {"parts": found}
+
+
+class WithAnAttributeOfLater(LoopingMore):
+    def factor(self, image):
+        return getattr(self, "late", 1.0)
+
+
+class WithAParameterOfLater(LoopingMore):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("late", None)
+
+    def factor(self, image):
+        return 1.0 if self.late is None else self.late
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        WithItsMode, WithAModeAndAParameter, WithAllParameters, WithTheNumberOfParts,
+        WithAQuestion, WithATensor, Collecting, FillingAList, ReturningAnObject,
+        ReturningNothingForSome,
+    ],
+)  # fmt: skip
+def test_what_it_reads_of_its_module_and_leaves_behind_is_right_or_refused(kind, training):
+    torch.manual_seed(0)
+    model = kind()
+    model.training = training
+    plain = copy.deepcopy(model)
+    try:
+        pipe = pipeline(model, (), inputs(2), split_spec=CUT, check=False)
+    except TraceError:
+        assert kind is ReturningAnObject  # a number of the images decides
+        return
+    assert model.aux == []
+
+    for rows in (2, 3):
+        try:
+            found = run(pipe, (), inputs(rows))
+        except FxpipeError:
+            assert rows != 2
+            continue
+        assert_same(run(plain, (), inputs(rows)), found)
+
+
+@pytest.mark.parametrize("kind", [WithItsMode, WithAModeAndAParameter])
+def test_a_call_follows_the_mode_of_its_module(kind):
+    torch.manual_seed(0)
+    model = kind().eval()
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, (), inputs(2), split_spec=CUT)
+
+    assert len(calls(pipe)) == 1
+    for mode in (True, False):
+        plain.train(mode)
+        for stage in pipe.stages:
+            stage.module.train(mode)
+        assert_same(run(plain, (), inputs(3), seed=3), run(pipe, (), inputs(3), seed=3))
+
+
+def test_a_part_that_is_read_for_other_values_only_is_refused_by_name():
+    pipe = pipeline(ByValues(), (), inputs(2), split_spec=CUT)
+
+    with pytest.raises(InputError, match=r"joined\(\) reads other of its module"):
+        run(pipe, (), inputs(2, length=1))
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.ones(4)), 2.0])
+def test_an_attribute_that_comes_later_is_refused(value):
+    is_parameter = isinstance(value, nn.Parameter)
+    model = WithAParameterOfLater() if is_parameter else WithAnAttributeOfLater()
+    pipe = pipeline(model, (), inputs(2), split_spec=CUT)
+    run(pipe, (), inputs(3))
+    model.late = value
+
+    with pytest.raises(FxpipeError, match="late"):
+        run(pipe, (), inputs(2))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -58,10 +57,10 @@ class MethodCall(GraphCall):
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def __call__(self, parts: Mapping[str, Any], *args: object, **kwargs: object) -> object:
+    def __call__(self, parts: Mapping[str, object], *args: object, **kwargs: object) -> object:
         return self._function(*self._shells(parts, Seen()), *args, **kwargs)
 
-    def noting(self, parts: Mapping[str, Any], seen: Seen) -> Callable[..., object]:
+    def noting(self, parts: Mapping[str, object], seen: Seen) -> Callable[..., object]:
         """Return a function that runs the method, and notes what it reads of its module.
 
         It raises ValueError if the method puts something into its module, or reads more.
@@ -77,7 +76,7 @@ class MethodCall(GraphCall):
 
         return run
 
-    def _shells(self, parts: Mapping[str, Any], seen: Seen) -> tuple[nn.Module, ...]:
+    def _shells(self, parts: Mapping[str, object], seen: Seen) -> tuple[nn.Module, ...]:
         if self._kind is None:
             return ()
         made: nn.Module = object.__new__(self._kind)
@@ -117,7 +116,7 @@ def _inside(shell: nn.Module) -> list[dict[str, int]]:
     return [{name: id(value) for name, value in place.items()} for place in places]
 
 
-class _Home(dict[str, Any]):
+class _Home(dict[str, object]):
     """The modules, parameters or buffers of a shell; notes which of them somebody takes.
 
     A name that the module has and the shell has not is refused: without it the code could do
@@ -125,14 +124,14 @@ class _Home(dict[str, Any]):
     """
 
     def __init__(
-        self, by: str, content: Mapping[str, Any], names: tuple[str, ...], seen: Seen
+        self, by: str, content: Mapping[str, object], names: tuple[str, ...], seen: Seen
     ) -> None:
         super().__init__(content)
         self._by, self._names, self._seen = by, names, seen
         self.elsewhere: set[str] | None = None  # attributes that are not here; None: not asked
         self.training: bool | None = None
 
-    def plainly(self) -> dict[str, Any]:
+    def plainly(self) -> dict[str, object]:
         """Return what is in it now; nobody has taken that."""
         return dict(super().items())
 
@@ -143,7 +142,7 @@ class _Home(dict[str, Any]):
             "traced, so its stage does not have that; trace it with inputs for which it does"
         )
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name == "training" and self.training is not None:
             self._seen.used[name] = None
             return self.training
@@ -172,7 +171,7 @@ class _Home(dict[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> object:
         if name not in self:
             return default
         return self[name]
@@ -180,10 +179,10 @@ class _Home(dict[str, Any]):
     def keys(self) -> Iterator[str]:  # type: ignore[override]
         return iter(self)
 
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+    def items(self) -> Iterator[tuple[str, object]]:  # type: ignore[override]
         return ((name, self[name]) for name in self)
 
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
+    def values(self) -> Iterator[object]:  # type: ignore[override]
         return (self[name] for name in self)
 
 

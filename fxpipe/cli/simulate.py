@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fxpipe.cli.options import AsJson, Microbatches, Ranks, Stages, complete_schedule
-from fxpipe.cli.output import examples, out, print_json, working, writable
+from fxpipe.cli.output import examples, make_table, out, print_json, working, writable
 from fxpipe.errors import InputError
-from fxpipe.text import aligned
 
 if TYPE_CHECKING:
-    from fxpipe.program import Placement, Program, StageCosts, Timeline
+    from fxpipe.program import Compared, Placement, Program, StageCosts, Timeline
 
 __all__ = ["simulate", "simulate_examples"]
 
@@ -86,7 +85,8 @@ def simulate(
         program, timeline = results[0]
         out().print(TimelineView(timeline, title=program_title(program)))
     else:
-        typer.echo(f"{_table(results)}\n\n{_KEY}")
+        out().print(_table(results))
+        out().print(_KEY)
     for path in pictures:
         typer.echo(f"wrote {path}")
 
@@ -131,8 +131,32 @@ def _compare_all(
     if as_json:
         print_json([asdict(row) for row in comparison.rows])
         return
-    typer.echo(f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches\n")
-    typer.echo(f"{comparison}\n\n{_KEY}")
+    title = f"{comparison.num_ranks} ranks, {comparison.num_microbatches} microbatches"
+    columns = ("schedule", "stages#", *_FIGURES, "sends#", *([] if memory is None else [""]))
+    rows = [
+        (
+            row.schedule,
+            row.stages_per_rank,
+            *_figures(row, row.peak_memory),
+            row.num_messages,
+            *(
+                []
+                if memory is None
+                else ["" if row.fits else f"over {comparison.memory_limit:.4g}"]
+            ),
+        )
+        for row in comparison.rows
+    ]
+    out().print(make_table(title, columns, rows))
+    out().print(_KEY)
+
+
+_FIGURES = ("time#", "idle#", "once started#", "memory#")
+
+
+def _figures(found: Timeline | Compared, peak: float) -> tuple[str, ...]:
+    shares = f"{found.idle:.1%}", f"{found.idle_in_span:.1%}"
+    return f"{found.makespan:.4g}", *shares, f"{peak:.4g}"
 
 
 def _costs(
@@ -178,20 +202,14 @@ def _draw(results: list[tuple[Program, Timeline]], picture: Path) -> list[Path]:
     return paths
 
 
-def _table(results: list[tuple[Program, Timeline]]) -> str:
+def _table(results: list[tuple[Program, Timeline]]) -> Any:
     from fxpipe.viz.timeline import program_title
 
     rows = [
-        (
-            program_title(program),
-            f"{timeline.makespan:.4g}",
-            f"{timeline.idle:.1%}",
-            f"{timeline.idle_in_span:.1%}",
-            f"{max(timeline.peak_memory):.4g}",
-        )
+        (program_title(program), *_figures(timeline, max(timeline.peak_memory)))
         for program, timeline in results
     ]
-    return "\n".join(aligned([("schedule", "makespan", "idle", "once started", "memory"), *rows]))
+    return make_table("", ("schedule", *_FIGURES), rows)
 
 
 def _json(program: Program, timeline: Timeline) -> dict[str, Any]:

@@ -69,46 +69,55 @@ IN_TWO = [
 
 FULL = _names(
     """
-    idefics3 lighton_ocr llava llava_next llava_next_video llava_onevision mistral3
-    audioflamingo3 exaone4_5_vision flaubert nemotron3_5_asr nemotron_asr_streaming
-    nemotron3_5_transcribe_audio
-    qwen2_5_vl_vision qwen2_audio rt_detr rt_detr_v2 univnet voxtral xlm
-    afmoe aimv2 aimv2_vision_model altclip apertus arcee aria_text audio-spectrogram-transformer
-    axk1 axk2 aya_vision beam beit bert-generation big_bird bigbird_pegasus biogpt bit bitnet
-    blenderbot blenderbot-small blip-2 bridgetower camembert canary canine chinese_clip
-    chinese_clip_vision_model clip_text_model clip_vision_model clipseg codegen cohere2 cohere2_moe
-    cohere2_vision cohere_asr conditional_detr convbert convnextv2 cosmos3_edge_text cosmos3_omni
-    ctrl cvt cwm dac data2vec-audio data2vec-text data2vec-vision dbrx deberta deberta-v2
-    decision_transformer deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deformable_detr
-    depth_anything detr diffllama dinov2 dinov2_with_registers dinov3_convnext dinov3_vit doge
-    donut-swin dots1 dpr dpt efficientnet embedding_gemma2 embedding_gemma2_text encodec
-    encoder-decoder ernie ernie4_5 ernie4_5_moe esm esmc eurobert evolla exaone4 exaone_moe
-    falcon_h1 falcon_mamba flava flex_olmo flint florence2 fnet focalnet fsmt fuyu gemma
-    gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4
-    glm4_moe glm4_moe_lite glm_moe_dsa glmasr glpn got_ocr2 gpt-sw3 gpt_bigcode gpt_neo
-    gpt_neox_japanese gptj granite_speech granite_speech_plus granite_swa granitemoe granitemoe_swa
-    granitemoehybrid granitemoeshared groupvit gte helium hgnet_v2 hiera higgs_audio_v2
-    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax ibert ijepa imagegpt inkling_text
-    instructblip internvl internvl_vision jais2 jamba jetmoe jina_embeddings_v3 kimi_linear
-    kolibri1 kosmos-2 kosmos-2.5 laguna lasr_ctc lasr_encoder layoutlm layoutlmv3 led levit lfm2
-    lfm2_moe llama4 llama4_text longcat_flash longformer longt5 luke lxmert mamba marian markuplm
-    maskformer-swin mbart megatron-bert mellum metaclip_2 mgp-str mimi mimo_v2_flash minicpm3
-    minicpm_ocr minicpmv4_6 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mlcd
-    mlcd_vision_model mllama mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2
-    modernbert-decoder modernvbert molmo2_text moonshine moshi moss_transcribe_diarize mpt mra
+    afmoe aimv2 aimv2_vision_model align altclip apertus arcee aria_text
+    audio-spectrogram-transformer audioflamingo3 axk1 axk2 aya_vision bailing_hybrid bamba beam
+    beit bert-generation big_bird bigbird_pegasus biogpt bit bitnet blenderbot blenderbot-small
+    blip-2 blt bridgetower camembert canary canine chinese_clip chinese_clip_vision_model
+    clip_text_model clip_vision_model clipseg codegen cohere2 cohere2_moe cohere2_vision
+    cohere_asr cohere_compass_text cohere_compass_vision conditional_detr convbert convnextv2
+    cosmos3_edge_text cosmos3_edge_vision cosmos3_omni ctrl cvt cwm dac data2vec-audio
+    data2vec-text data2vec-vision dbrx deberta deberta-v2 decision_transformer deepseek_v2
+    deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deformable_detr depth_anything detr diffllama
+    dinov2 dinov2_with_registers dinov3_convnext dinov3_vit doge donut-swin dots1 dots3_note_text
+    dpr dpt efficientnet embedding_gemma2 embedding_gemma2_text encodec encoder-decoder ernie
+    ernie4_5 ernie4_5_moe esm esmc eurobert evolla exaone4 exaone4_5 exaone4_5_vision exaone_moe
+    falcon_h1 falcon_mamba flaubert flava flex_olmo flint florence2 fnet focalnet fsmt fuyu gemma
+    gemma3 gemma3_text gemma3n_text gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4
+    glm46v glm4_moe glm4_moe_lite glm4v glm4v_moe_vision glm4v_vision glm5_next_vision
+    glm_image_vision glm_moe_dsa glm_ocr_vision glmasr glpn got_ocr2 gpt-sw3 gpt_bigcode gpt_neo
+    gpt_neox_japanese gptj granite_docling_text granite_speech granite_speech_plus granite_swa
+    granitemoe granitemoe_swa granitemoehybrid granitemoeshared groupvit gte helium hgnet_v2 hiera
+    higgs_audio_v2 hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax hyperclovax_vision_v2
+    ibert idefics3 ijepa imagegpt inkling2_text inkling_text instructblip internlm3 internvl
+    internvl_vision iquestcoder jais2 jamba jetmoe jina_embeddings_v3 kimi_linear kolibri1
+    kosmos-2 kosmos-2.5 laguna lasr_ctc lasr_encoder layoutlm layoutlmv3 led levit lfm2 lfm2_moe
+    lfm3 lighton_ocr llama4 llama4_text llava llava_next llava_next_video llava_onevision
+    longcat_flash longformer longt5 luke lxmert mamba mamba2 marian markuplm maskformer-swin mbart
+    megatron-bert mellum metaclip_2 mgp-str mimo_v2_flash minicpm3 minicpm_ocr minicpmv4_6 minimax
+    minimax_m2 minimax_m3_vl_text ministral ministral3 mistral3 mlcd mlcd_vision_model mllama
+    mobilebert mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 modernbert-decoder modernvbert
+    molmo2_text moonshine moonshine_streaming moshi moss_transcribe_diarize mpt mra
     muse_glimmer_text muse_spark_text musicflamingo mvp nanochat nemo_speechlm nemotron
-    nemotron3_5_transcribe_asr_audio nemotron3_diarization nemotron3_diarization_audio nemotron_h
-    nllb-moe nomic_bert nystromformer olmo olmo3 olmo_hybrid openai-gpt openai_privacy_filter ovis2
-    owlv2 owlvit paligemma parakeet_ctc parakeet_encoder parakeet_rnnt parakeet_tdt patchtst
-    pegasus_x persimmon phi phi4_multimodal phimoe pix2struct plbart poolformer pp_chart2table
-    pp_formulanet pp_lcnet prophetnet pvt pvt_v2 qianfan_ocr qwen2_moe qwen3_5 qwen3_5_moe_text
-    qwen3_5_text qwen3_asr qwen3_next qwen3_vl regnet rembert roberta-prelayernorm roc_bert
-    roformer sam sam_hq seamless_m4t seamless_m4t_v2 seed_oss sew sew-d siglip2 smollm3 solar_open
-    speech-encoder-decoder speech_to_text speecht5 stablelm swiftformer swin swinv2
-    switch_transformers t5gemma2 table-transformer tapas timesformer tipsv2 trocr ultrabert
-    ultravbert umt5 unispeech unispeech-sat vaultgemma vibevoice_asr video_llava videomae
-    videoprism_vision_model vipllava vit_msn vivit wav2vec2-bert wav2vec2-conformer wavlm xglm
-    xlm-roberta-xl xlstm xmod yolos yoso youtu zamba zamba2 zaya
+    nemotron3_5_asr nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_audio
+    nemotron3_diarization nemotron3_diarization_audio nemotron_asr_streaming
+    nemotron_asr_streaming_encoder nemotron_h neomme nllb-moe nomic_bert nystromformer olmo olmo3
+    olmo_hybrid openai-gpt openai_privacy_filter ovis2 owlv2 owlvit paligemma parakeet_ctc
+    parakeet_encoder parakeet_rnnt parakeet_tdt patchtst pegasus_x persimmon phi phi4_multimodal
+    phimoe pix2struct pixio plbart poolformer pop2piano pp_chart2table pp_formulanet pp_lcnet
+    prophetnet pvt pvt_v2 qianfan_ocr qianfan_ocr_vision qwen2_5_vl qwen2_5_vl_text
+    qwen2_5_vl_vision qwen2_audio qwen2_moe qwen2_vl qwen2_vl_text qwen3_5 qwen3_5_moe
+    qwen3_5_moe_text qwen3_5_moe_vision qwen3_5_text qwen3_5_vision qwen3_asr qwen3_next qwen3_vl
+    qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_moe_vision qwen3_vl_text qwen3_vl_vision
+    qwen4_exp_vision radio regnet rembert roberta-prelayernorm roc_bert roformer rt_detr
+    rt_detr_v2 sam sam3_vision_model sam3_vit_model sam_hq sam_hq_vision_model sam_vision_model
+    seamless_m4t seamless_m4t_v2 seed_oss sew sew-d shieldgemma2 siglip2 siglip2_vision_model
+    siglip_vision_model smollm3 solar_open speech-encoder-decoder speech_to_text speecht5 splinter
+    stablelm swiftformer swin swinv2 switch_transformers t5gemma2 table-transformer tapas textnet
+    timesformer tipsv2 tipsv2_text_model tipsv2_vision_model trocr ultrabert ultravbert umt5
+    unispeech unispeech-sat univnet vaultgemma vibevoice_asr video_llava videomae videoprism
+    videoprism_vision_model vilt vipllava visual_bert vit_mae vit_msn vitdet vivit voxtral
+    wav2vec2-bert wav2vec2-conformer wavlm xclip xglm xlm xlm-roberta-xl xmod yolos yoso youtu
+    zamba zamba2 zaya
     """
 )
 
@@ -124,12 +133,10 @@ FULL_IN_FOUR = _names(
 
 FIXED_SIZES = _names(
     """
-    bamba mamba2 deepseek_v2 vilt
-    cpmant exaone4_5 gemma3 glm46v glm4v hyperclovax_vision_v2
-    idefics2 funnel minimax_m3_vl nemotron_asr_streaming_encoder qwen2_5_vl
-    qwen2_vl qwen3_5_moe qwen3_vl_moe smolvlm udop
+    cpmant funnel hunyuan_vl_vision idefics2 lfm3_vl_vision minimax_m3_vl pixtral smolvlm udop
+    xlstm
     """
 )
 
-# RWKV rescales its weights in its first evaluation.
-REFUSED = ["rwkv"]
+# RWKV rescales its weights in its first evaluation; RF-DETR has other sizes there.
+REFUSED = ["rf_detr", "rwkv"]

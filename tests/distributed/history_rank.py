@@ -232,8 +232,9 @@ def _connect_to_everything() -> None:
             host = socket.inet_ntoa(bytes.fromhex(address)[::-1])
             one = socket.socket()
             one.settimeout(1.0)
-            one.connect(("127.0.0.1" if host == "0.0.0.0" else host, int(port, 16)))
             held.append(one)
+            with contextlib.suppress(ConnectionRefusedError):  # it may have stopped listening since
+                one.connect(("127.0.0.1" if host == "0.0.0.0" else host, int(port, 16)))
     time.sleep(0.2)
     for one in held:
         one.close()
